@@ -1,0 +1,1 @@
+"""Hydra groups, and how the scripts compose them."""

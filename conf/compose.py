@@ -1,0 +1,119 @@
+"""How every script reads its command line: Hydra composes, and whatever is wrong is said in one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from models.errors import UserError
+
+ROOT = Path(__file__).parent
+
+
+def main(config_name: str, job: Callable[[DictConfig], None]) -> None:
+    """Run `job` with the configuration that `conf/<config_name>.yaml` and the command line make.
+
+    A user's mistake ends the process with its sentence and exit code 2; anything unexpected with code 1, and its
+    traceback under `debug=true`; an interruption with 130.
+    """
+    overrides = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
+    try:
+        _explain_overrides(config_name, overrides)
+    except UserError as error:
+        _fail(str(error), 2)
+
+    def guarded(config: DictConfig) -> None:
+        try:
+            job(config)
+        except UserError as error:
+            if config.get("debug"):
+                raise
+            _fail(str(error), 2)
+        except KeyboardInterrupt:
+            _fail("Interrupted. The same command goes on where it stopped.", 130)
+        except Exception as error:
+            if config.get("debug"):
+                raise
+            _fail(f"Unexpected {type(error).__name__}: {error} (debug=true shows where)", 1)
+
+    hydra.main(version_base="1.3", config_path=str(ROOT), config_name=config_name)(guarded)()
+
+
+def choices(group: str) -> dict[str, str]:
+    """The options of a group, each with the comment that its file starts with."""
+    found = {}
+    for path in sorted((ROOT / group).glob("*.yaml")):
+        first = path.read_text().splitlines()[0]
+        found[path.stem] = first.lstrip("# ").strip() if first.startswith("#") else ""
+    return found
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The resolved configuration as plain containers. Raises UserError where a mandatory value (???) is missing."""
+    try:
+        result = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"The configuration lacks a value: {str(error).splitlines()[0]}.") from error
+    assert isinstance(result, dict)
+    return {str(key): value for key, value in result.items()}
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _explain_overrides(config_name: str, overrides: list[str]) -> None:
+    """Compose once ahead of Hydra, to say what is wrong with an override and what was probably meant."""
+    with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
+        good: list[str] = []
+        for override in overrides:
+            if override.lstrip("+~").startswith("hydra"):
+                continue
+            try:
+                hydra.compose(config_name, overrides=[*good, override])
+                good.append(override)
+            except MissingConfigException as error:
+                group, _, wanted = (error.missing_cfg_file or "").rpartition("/")
+                raise UserError(
+                    f"{group or 'configuration'} {wanted!r} does not exist.{_nearest(wanted, choices(group))}"
+                ) from error
+            except (HydraException, OmegaConfBaseException) as error:
+                known = list(_keys(hydra.compose(config_name, overrides=good)))
+                raise UserError(_reason(override, error, known)) from error
+
+
+def _reason(override: str, error: Exception, known: list[str]) -> str:
+    key = re.split(r"[=@]", override.lstrip("+~"))[0]
+    text = str(error)
+    if "is not in struct" in text or "Could not override" in text or "Could not find" in text:
+        return f"There is no setting {key!r}.{_nearest(key, known)}"
+    if "Multiple values" in text:
+        return f"{key!r} is set twice."
+    return f"Cannot apply {override!r}: {text.splitlines()[0]}"
+
+
+def _nearest(word: str, known: dict[str, str] | list[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    if not close and isinstance(known, list):  # the right name in the wrong section
+        close = [k for k in known if k.rsplit(".", 1)[-1] == word.rsplit(".", 1)[-1]][:1]
+    listed = f" Choose one of: {', '.join(known)}." if isinstance(known, dict) else ""
+    return (f" Did you mean {close[0]!r}?" if close else "") + listed
+
+
+def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in config:
+        path = f"{prefix}{key}"
+        yield path
+        child = config._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+            yield from _keys(child, f"{path}.")

@@ -1,0 +1,79 @@
+"""Self-synthesised prompts: an instruct target writes the user's turn itself (Magpie, 2406.08464).
+
+The chat template is cut just where the user's text would start; what the target samples from there, until it ends the
+turn, is a prompt of the kind that it was trained to answer. So no data set is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from data.progress import Progress
+from data.prompts import Prompt
+from data.resumable import run_chunks
+from data.template import require_template
+from engine.loop import DecodeSettings, generate
+from models.errors import UserError
+from models.sampling import SamplingParams
+from models.target import Target
+
+_MARK = "\u241fuser text\u241f"
+
+
+@dataclass(frozen=True, slots=True)
+class SelfSynthesis:
+    """Sample user turns of up to `max_tokens`; those that did not end by themselves or are too short are dropped.
+
+    `folder` keeps what was sampled, so that a killed run goes on. `surplus` is how many more are sampled than asked
+    for, to make up for the dropped ones.
+    """
+
+    folder: str
+    temperature: float = 1.0
+    top_p: float = 0.95
+    max_tokens: int = 96
+    min_characters: int = 12
+    surplus: float = 1.5
+    chunk_size: int = 128
+
+    def prompts(self, target: Target, count: int, seed: int) -> list[Prompt]:
+        """Sample prompts in chunks, deduplicated later. Raises UserError for a target without a chat template."""
+        header, ending = user_frame(target)
+        settings = DecodeSettings(
+            max_new_tokens=self.max_tokens,
+            sampling=SamplingParams(self.temperature, top_p=self.top_p),
+            stop_token_ids=target.stop_token_ids | {ending},
+        )
+        num_chunks = -(-int(count * self.surplus) // self.chunk_size)
+        name = f"{target.fingerprint}-{target.weights_fingerprint}-{self.temperature}-{self.top_p}-{self.max_tokens}"
+        log = Path(self.folder) / f"self_synthesis-{name}-{self.chunk_size}-{seed}.jsonl"
+
+        def sample(chunk: int) -> list[dict[str, Any]]:
+            seeds = [seed * 1_000_003 + chunk * self.chunk_size + i for i in range(self.chunk_size)]
+            made = generate(target, [header] * self.chunk_size, replace(settings), seeds=seeds)
+            texts = [self._text(target, ids) for ids, ended in zip(made.token_ids, made.stopped, strict=True) if ended]
+            return [{"text": text} for text in texts if len(text) >= self.min_characters]
+
+        with Progress("self-synthesised prompts", num_chunks * self.chunk_size) as progress:
+            rows = run_chunks(log, num_chunks, sample, lambda chunk, kept: progress.advance(self.chunk_size))
+        return [Prompt((row["text"],), category="self_synthesis") for row in rows]
+
+    @staticmethod
+    def _text(target: Target, ids: list[int]) -> str:
+        assert target.tokenizer is not None
+        return target.tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+
+def user_frame(target: Target) -> tuple[list[int], int]:
+    """What the template puts before a user's text, as token ids, and the token that ends the text."""
+    tokenizer = require_template(target)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
+    before, found, after = text.partition(_MARK)
+    ending = tokenizer(after, add_special_tokens=False)["input_ids"]
+    if not found or not before or not ending:
+        raise UserError(
+            f"The chat template of {target.name!r} does not frame a user's text, so the target cannot write it."
+        )
+    return tokenizer(before, add_special_tokens=False)["input_ids"], ending[0]

@@ -1,0 +1,1 @@
+"""Measuring exports: acceptance, speed, parity."""

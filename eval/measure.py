@@ -1,0 +1,149 @@
+"""Run a drafter and plain decoding on the same prompts in turns, and reduce what happened to rates and intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.answers import context_ids
+from data.progress import Progress
+from data.prompts import Prompt
+from engine.loop import DecodeSettings, Generation, generate
+from engine.stats import DecodingStats
+from models.target import Target
+from models.types import Drafter
+
+_RESAMPLES = 2000
+
+
+@dataclass(slots=True)
+class Measurement:
+    """A drafter on P prompts under one setting. Times are seconds of whole answers, the prompt's pass included."""
+
+    settings: DecodeSettings
+    categories: list[str]  # (P,)
+    stats: DecodingStats  # of P requests; a prompt's turns are added up
+    plain_s: np.ndarray  # (P,)
+    plain_tokens: np.ndarray  # (P,)
+    speculative_s: np.ndarray  # (P,)
+    speculative_tokens: np.ndarray  # (P,)
+    identical: int = 0  # prompts whose greedy answer is plain decoding's, token for token
+    near_ties: list[float] = field(default_factory=list)  # gap of the two largest logits where an answer parted
+
+    @property
+    def speedup(self) -> float:
+        """Seconds per token of plain decoding over seconds per token with the drafter."""
+        plain = self.plain_s.sum() / self.plain_tokens.sum()
+        return float(plain / (self.speculative_s.sum() / self.speculative_tokens.sum()))
+
+    def select(self, prompts: Any) -> Measurement:
+        """The measurement of some prompts, by index or mask."""
+        chosen = np.arange(len(self.categories))[prompts]
+        return Measurement(
+            self.settings,
+            [self.categories[i] for i in chosen],
+            self.stats.select(chosen),
+            self.plain_s[chosen],
+            self.plain_tokens[chosen],
+            self.speculative_s[chosen],
+            self.speculative_tokens[chosen],
+        )
+
+    def interval(self, statistic: Callable[[Measurement], float], level: float = 0.95) -> tuple[float, float]:
+        """Bootstrap interval of a statistic over prompts (percentiles of resampled prompts, fixed seed)."""
+        rng = np.random.default_rng(0)
+        count = len(self.categories)
+        values = [statistic(self.select(rng.integers(count, size=count))) for _ in range(_RESAMPLES)]
+        low, high = np.nanpercentile(values, [50 * (1 - level), 50 * (1 + level)])
+        return float(low), float(high)
+
+    def summary(self) -> dict[str, Any]:
+        """All rates, with intervals for those that are compared, as plain numbers."""
+        s = self.stats
+        result: dict[str, Any] = {
+            "prompts": len(self.categories),
+            "tokens": int(self.speculative_tokens.sum()),
+            "temperature": self.settings.sampling.temperature,
+            "num_speculative_tokens": self.settings.num_speculative_tokens,
+            "acceptance_rate": s.acceptance_rate,
+            "expected_acceptance_rate": s.expected_acceptance_rate,
+            "acceptance_rate_interval": self.interval(lambda m: m.stats.acceptance_rate),
+            "block_efficiency": s.block_efficiency,
+            "block_efficiency_interval": self.interval(lambda m: m.stats.block_efficiency),
+            "speedup": self.speedup,
+            "speedup_interval": self.interval(lambda m: m.speedup),
+            "draft_utilization": s.draft_utilization,
+            "acceptance_per_position": s.acceptance_per_position,
+            "conditional_acceptance": s.conditional_acceptance,
+        }
+        if self.settings.sampling.greedy:
+            result |= {"identical_to_plain": self.identical, "near_ties": self.near_ties}
+        return result
+
+
+def measure(
+    target: Target, drafter: Drafter, prompts: Sequence[Prompt], settings: DecodeSettings, *, repeats: int = 1
+) -> Measurement:
+    """Answer each prompt alone, plainly and with the drafter in turns, `repeats` times; the fastest times count.
+
+    Later turns of a prompt continue the answers of plain decoding, so that both read the same contexts.
+    """
+    count = len(prompts)
+    columns = [np.zeros(count) for _ in range(4)]
+    result = Measurement(
+        settings, [p.category for p in prompts], DecodingStats.empty(count, settings.num_speculative_tokens), *columns
+    )
+    for warm in (None, drafter):  # first calls allocate and choose kernels
+        generate(target, [context_ids(target, prompts[0])], replace(settings, max_new_tokens=8), warm)
+    with Progress(f"measuring at temperature {settings.sampling.temperature:g}", count) as progress:
+        for index, prompt in enumerate(prompts):
+            same = True
+            answers: tuple[str, ...] = ()
+            for _ in prompt.turns:
+                context = context_ids(target, prompt, answers)
+                plain, speculative = _in_turns(target, drafter, context, settings, repeats, index)
+                _add(result, index, plain, speculative)
+                if settings.sampling.greedy and plain.token_ids != speculative.token_ids:
+                    same = False
+                    result.near_ties.append(_gap(target, context, plain.token_ids[0], speculative.token_ids[0]))
+                if not prompt.continuation:
+                    assert target.tokenizer is not None
+                    answers += (target.tokenizer.decode(plain.token_ids[0], skip_special_tokens=True),)
+            result.identical += same
+            progress.advance(1)
+    return result
+
+
+def _in_turns(
+    target: Target, drafter: Drafter, context: list[int], settings: DecodeSettings, repeats: int, index: int
+) -> tuple[Generation, Generation]:
+    """The fastest of `repeats` runs each. Which goes first alternates, so that neither always finds a warmer cache."""
+    seeds = [settings.seed + index]
+    best: dict[bool, Generation] = {}
+    for repeat in range(repeats):
+        for speculative in (False, True) if (index + repeat) % 2 == 0 else (True, False):
+            made = generate(target, [context], settings, drafter if speculative else None, seeds=seeds)
+            if speculative not in best or made.seconds.total < best[speculative].seconds.total:
+                best[speculative] = made
+    return best[False], best[True]
+
+
+def _add(result: Measurement, index: int, plain: Generation, speculative: Generation) -> None:
+    result.plain_s[index] += plain.seconds.total
+    result.plain_tokens[index] += len(plain.token_ids[0])
+    result.speculative_s[index] += speculative.seconds.total
+    result.speculative_tokens[index] += len(speculative.token_ids[0])
+    result.stats.accumulate(index, speculative.stats)
+
+
+@torch.inference_mode()
+def _gap(target: Target, context: list[int], plain: list[int], speculative: list[int]) -> float:
+    """Difference of the two largest logits at the first token where the answers part."""
+    parted = next(i for i, (a, b) in enumerate(zip(plain, speculative, strict=False)) if a != b)
+    ids = torch.tensor([context + plain[:parted]], device=target.device)
+    first, second = target.head(target(ids).last[0, -1]).topk(2).values.tolist()
+    return first - second

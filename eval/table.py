@@ -1,0 +1,107 @@
+"""Measurements as tables for a terminal and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from eval.measure import Measurement
+
+Named = list[tuple[str, Measurement]]
+
+
+def print_tables(measured: Named, console: Console | None = None) -> None:
+    """The acceptance table, and a second one by category where there are several."""
+    console = console or Console(width=132 if not Console().is_terminal else None)
+    console.print(_overview(measured))
+    console.print(
+        "α expected: mean of Σ min(p, q) over tested positions; realised: accepted / tested. By position: accepted / "
+        "tested at draft token 1, 2, …\nτ: tokens emitted per target pass, the extra token included. Speed-up: seconds "
+        "per token, plain / speculative, run in turns. [95% bootstrap interval over prompts]",
+        style="dim",
+    )
+    if len({category for _, m in measured for category in m.categories}) > 1:
+        console.print(_by_category(measured))
+    for name, m in measured:
+        if m.settings.sampling.greedy:
+            console.print(_identity(name, m))
+
+
+def _overview(measured: Named) -> Table:
+    table = Table(title="Acceptance in the engine")
+    for column in ("drafter", "T", "k", "α expected", "α realised", "by position", "τ", "speed-up"):
+        table.add_column(column, justify="left" if column == "drafter" else "right")
+    for name, m in measured:
+        s = m.summary()
+        table.add_row(
+            name,
+            f"{s['temperature']:g}",
+            str(s["num_speculative_tokens"]),
+            f"{s['expected_acceptance_rate']:.3f}",
+            _with_interval(s, "acceptance_rate"),
+            " ".join(f"{x:.2f}" for x in s["conditional_acceptance"]),
+            _with_interval(s, "block_efficiency"),
+            _with_interval(s, "speedup"),
+        )
+    return table
+
+
+def _by_category(measured: Named) -> Table:
+    table = Table(title="By category: τ (speed-up)")
+    table.add_column("drafter")
+    table.add_column("T", justify="right")
+    categories = sorted({category for _, m in measured for category in m.categories})
+    for category in categories:
+        table.add_column(category, justify="right")
+    for name, m in measured:
+        cells = []
+        for category in categories:
+            part = m.select([i for i, c in enumerate(m.categories) if c == category])
+            cells.append(f"{part.stats.block_efficiency:.2f} ({part.speedup:.2f})" if part.categories else "–")
+        table.add_row(name, f"{m.settings.sampling.temperature:g}", *cells)
+    return table
+
+
+def _identity(name: str, m: Measurement) -> str:
+    count = len(m.categories)
+    if m.identical == count:
+        return f"{name}: greedy output identical to plain decoding on {count} of {count} prompts"
+    gaps = ", ".join(f"{gap:.1e}" for gap in m.near_ties)
+    return (
+        f"{name}: greedy output identical to plain decoding on {m.identical} of {count} prompts; "
+        f"where they part, the two largest logits differ by {gaps}"
+    )
+
+
+def _with_interval(summary: dict[str, Any], key: str) -> str:
+    low, high = summary[f"{key}_interval"]
+    return f"{summary[key]:.3f} [{low:.2f}, {high:.2f}]"
+
+
+def draw(measured: Named, path: Path) -> None:
+    """Acceptance by position, joint and conditional, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    titles = ("accepted / drafts (joint)", "accepted / tested (conditional)")
+    for axis, title in zip(axes, titles, strict=True):
+        for name, m in measured:
+            joint = title.endswith("(joint)")
+            values = m.stats.acceptance_per_position if joint else m.stats.conditional_acceptance
+            label = f"{name}, T = {m.settings.sampling.temperature:g}"
+            axis.plot(range(1, len(values) + 1), values, marker="o", label=label)
+        axis.set(title=title, xlabel="position in the draft", ylim=(0, 1.02))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("acceptance")
+    axes[1].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

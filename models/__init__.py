@@ -1,0 +1,1 @@
+"""What a target and a drafter are: modules and pure functions."""

@@ -1,0 +1,146 @@
+"""EAGLE-1: a regressor of the target's next hidden state (2401.15077).
+
+Row t reads the state f_t and the embedding of the token x_{t+1} that followed it, and estimates f_{t+1}; the target's
+own frozen head turns that estimate into a law of x_{t+2}. Drafting feeds the estimate back in place of the state.
+Embedding and head are the target's. The fusing projection has no bias, the first layer no input norm, and nothing is
+normalised at the end: so the same weights load in vLLM, SGLang and SafeAILab's code.
+
+B batch, S rows, R committed rows, N drafted tokens, D hidden size, V target and Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from models import tree
+from models.cache import KVCache
+from models.layers import DecoderStack, UnrolledMemory, layer_config, unrolled_mask
+from models.sampling import RequestRandom, SamplingParams, draw, probabilities
+from models.target import Target
+from models.types import Draft, TargetFeatures
+from models.vocab import DraftVocab
+
+
+class EagleState:
+    """Keys of the committed rows; what was drafted behind them is dropped when the next rows come."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.committed = cache.lengths  # (B,) rows that are confirmed
+
+    def select(self, rows: list[int]) -> None:
+        """Keep the requests `rows`, in that order."""
+        self.cache.select(rows)
+        self.committed = self.committed[rows]
+
+
+class EagleDrafter(nn.Module):
+    """`num_layers` decoder layers over fc([emb(x_{t+1}); f_t]).
+
+    Sizes left at None are the target's. `vocab` limits what can be proposed: the head then computes only those rows,
+    which is most of a small drafter's cost.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        vocab: DraftVocab,
+        *,
+        num_layers: int = 1,
+        intermediate_size: int | None = None,
+        num_attention_heads: int | None = None,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = layer_config(
+            target,
+            num_layers,
+            intermediate_size=intermediate_size,
+            num_attention_heads=num_attention_heads,
+            num_key_value_heads=num_key_value_heads,
+            head_dim=head_dim,
+        )
+        self.capture_layers = (target.num_layers,)
+        self.vocab = vocab
+        size = target.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.stack = DecoderStack(self.config, first_input_norm=False)
+        # The target's own, in a tuple so that they are neither saved nor trained nor moved with the drafter.
+        self._shared = (target.embedding, target.head.rows(vocab.token_ids))
+        self.to(device=target.device, dtype=target.dtype)
+
+    def fuse(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """Combine tokens (B, S) with the states before them (B, S, D): (B, S, D)."""
+        return self.fc(torch.cat([self._shared[0](token_ids), hidden], dim=-1))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Draft logits (..., Vd) of estimated states (..., D), by the target's head."""
+        return self._shared[1](hidden)
+
+    def unroll(self, features: TargetFeatures, num_steps: int) -> Iterator[Tensor]:
+        """Yield the estimates (B, S, D) of step 0, 1, ..: row t of step s estimates f_{t+1+s}.
+
+        Step s reads the estimate of step s − 1 in place of the state, and the token one further on. The last s rows
+        of step s have no such token, and repeat the last one.
+        """
+        assert features.hidden is not None
+        memory = UnrolledMemory()
+        hidden, token_ids = features.hidden, features.next_token_ids
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
+        for step in range(num_steps):
+            mask = unrolled_mask(token_ids.shape[1], step, token_ids.device)
+            hidden = self.stack(self.fuse(token_ids, hidden), positions + step, memory, mask)
+            yield hidden
+            token_ids = torch.cat([token_ids[:, 1:], token_ids[:, -1:]], dim=1)
+
+    def new_state(self, batch_size: int, max_len: int) -> EagleState:
+        """Memory for requests of at most `max_len` rows, those of a draft included."""
+        return EagleState(KVCache(len(self.stack.layers), batch_size, max_len, self.fc.weight.device))
+
+    def propose(
+        self,
+        state: EagleState,
+        committed: TargetFeatures,
+        *,
+        num_speculative_tokens: int,
+        sampling: SamplingParams,
+        random: RequestRandom,
+    ) -> Draft:
+        """Take in the confirmed rows (B, R), then draft a chain of N tokens, one pass of the layers for each."""
+        assert committed.hidden is not None
+        cache = state.cache
+        cache.truncate(state.committed)
+        hidden = self._step(cache, committed.next_token_ids, committed.hidden)
+        cache.commit(committed.lengths)
+        state.committed = cache.lengths
+        last = (committed.lengths.to(hidden.device) - 1).clamp(min=0)
+        hidden = hidden[torch.arange(len(last), device=hidden.device), last][:, None]
+        uniforms = None if sampling.greedy else random.uniform(num_speculative_tokens)
+        tokens, laws = [], []
+        one = torch.ones_like(state.committed)
+        for depth in range(num_speculative_tokens):
+            if depth > 0:
+                hidden = self._step(cache, tokens[-1][:, None], hidden)
+                cache.commit(one)
+            logits = self.logits(hidden[:, 0])
+            if uniforms is None:
+                tokens.append(self.vocab.to_target(logits.argmax(-1)))
+            else:
+                law = probabilities(logits, sampling)
+                tokens.append(self.vocab.to_target(draw(law, uniforms[:, depth])))
+                laws.append(self.vocab.widen(law))
+        token_ids = torch.stack(tokens, dim=1)
+        parents = tree.chain_parents(*token_ids.shape, device=token_ids.device)
+        return Draft(token_ids, parents, torch.stack(laws, dim=1) if laws else None)
+
+    def _step(self, cache: KVCache, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        num_rows = token_ids.shape[1]
+        cache.begin(num_rows)
+        lengths = cache.lengths.to(hidden.device)
+        positions = lengths[:, None] + torch.arange(num_rows, device=hidden.device)
+        mask = None if num_rows == 1 and cache.uniform else tree.attention_mask(lengths, num_rows)
+        return self.stack(self.fuse(token_ids, hidden), positions, cache, mask)

@@ -1,0 +1,66 @@
+"""Writing files so that nothing half written is ever taken for whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from models.errors import UserError
+
+
+@contextmanager
+def explain_disk_errors(path: Path) -> Iterator[None]:
+    """Turn a full disk or a missing permission into one sentence that names `path`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number = getattr(error, "errno", None)
+        if number == errno.ENOSPC or "No space left" in str(error):
+            reason = "the disk is full; what was finished before is kept, so free some space and start again"
+        elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
+            reason = "there is no permission to write there"
+        else:
+            raise
+        raise UserError(f"Cannot write {str(path)!r}: {reason}.") from error
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Give a temporary sibling folder to write into; flush it and rename it to `path` when the block succeeds."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with explain_disk_errors(path):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+            for file in temporary.rglob("*"):
+                if file.is_file():
+                    with file.open("rb") as handle:
+                        os.fsync(handle.fileno())
+            if path.exists():
+                old = path.with_name(f".{path.name}.{os.getpid()}.old")
+                path.rename(old)
+                temporary.rename(path)
+                shutil.rmtree(old)
+            else:
+                temporary.rename(path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file under a temporary name, flush it and rename it. Raises UserError where the disk refuses."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with explain_disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)

@@ -1,0 +1,174 @@
+"""Llama-shaped decoder layers for drafters.
+
+The layer reads and writes keys through a memory with one method, `update(keys, values, layer) -> (keys, values)`. In
+decoding the memory is the `KVCache`; in training it is `UnrolledMemory`. So both compute the same thing by the same
+code.
+
+B batch, Q query rows, W key rows, D hidden size, H heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from models.target.target import Target
+
+
+class Memory(Protocol):
+    """Where a layer's keys and values go, and from where all that its queries may read comes back."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Store (B, H, Q, ·) and return everything stored for the layer: (B, H, W, ·)."""
+
+
+class UnrolledMemory:
+    """Keys of training-time steps 0, 1, ... side by side: after step s, (1 + s)·S rows."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Append this step's rows and return those of all steps."""
+        if layer_idx in self._rows:
+            keys, values = self._rows[layer_idx]
+            key_states = torch.cat([keys, key_states], dim=2)
+            value_states = torch.cat([values, value_states], dim=2)
+        self._rows[layer_idx] = (key_states, value_states)
+        return key_states, value_states
+
+
+def unrolled_mask(num_rows: int, step: int, device: torch.device) -> Tensor | None:
+    """What row t reads at training-time step s: step-0 keys of rows ≤ t, and its own row's keys of steps 1 to s.
+
+    That is what decoding sees when row t is the last committed one and s tokens were drafted behind it
+    (EAGLE-3, 2503.01840, training-time test). Returns (1, 1, S, (1 + s)·S) bool, or None for the causal step 0.
+    """
+    if step == 0:
+        return None
+    causal = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril()
+    own = torch.eye(num_rows, dtype=torch.bool, device=device)
+    return torch.cat([causal] + [own] * step, dim=1)[None, None]
+
+
+def layer_config(target: Target, num_layers: int, **overrides: Any) -> LlamaConfig:
+    """A Llama configuration for drafter layers shaped like the target's own, but for `overrides` that are not None.
+
+    RoPE follows the target where it has one for full attention, so that exports can name the target's.
+    """
+    c = target.config
+    rope = dict(getattr(c, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
+    rope = dict(rope.get("full_attention", rope))  # Gemma 3 keeps one per kind of attention
+    rope.pop("partial_rotary_factor", None)
+    heads = overrides.get("num_attention_heads") or c.num_attention_heads
+    shape = {
+        "hidden_size": c.hidden_size,
+        "intermediate_size": getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": min(heads, getattr(c, "num_key_value_heads", None) or heads),
+        "head_dim": getattr(c, "head_dim", None) or c.hidden_size // heads,
+        "rms_norm_eps": getattr(c, "rms_norm_eps", None) or 1e-5,
+    } | {key: value for key, value in overrides.items() if value is not None}
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        num_hidden_layers=num_layers,
+        max_position_embeddings=target.max_positions,
+        rope_parameters=rope,
+        tie_word_embeddings=False,
+        **shape,
+    )
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight over the last dimension, in float32 at least (1910.07467)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with RoPE; `input_size` is the width that q, k and v read."""
+
+    def __init__(self, config: LlamaConfig, layer_idx: int, input_size: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        width = config.num_attention_heads * config.head_dim
+        key_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, width, bias=False)
+        self.k_proj = nn.Linear(input_size, key_width, bias=False)
+        self.v_proj = nn.Linear(input_size, key_width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory, mask: Tensor | None) -> Tensor:
+        batch_size, num_rows, _ = x.shape
+        split = (batch_size, num_rows, -1, self.head_dim)
+        query, key, value = (p(x).view(split).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        query, key = apply_rotary_pos_emb(query, key, *rotary)
+        key, value = memory.update(key, value, self.layer_idx)
+        out = nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None and num_rows > 1,
+            enable_gqa=self.groups > 1,
+        )
+        return self.o_proj(out.transpose(1, 2).reshape(batch_size, num_rows, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU (2002.05202): down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then + mlp(norm(·)); without `input_norm` the first norm is left out, as EAGLE-1 does."""
+
+    def __init__(self, config: LlamaConfig, layer_idx: int, *, input_norm: bool = True) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
+        self.self_attn = Attention(config, layer_idx, config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory, mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, memory, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DecoderStack(nn.Module):
+    """A few decoder layers and the RoPE they share; no norm behind the last."""
+
+    def __init__(self, config: LlamaConfig, *, first_input_norm: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, input_norm=first_input_norm or index > 0)
+            for index in range(config.num_hidden_layers)
+        )
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def forward(self, x: Tensor, positions: Tensor, memory: Memory, mask: Tensor | None) -> Tensor:
+        """x (B, Q, D), positions (B or 1, Q), mask (B or 1, 1, Q, W) or None for causal → (B, Q, D)."""
+        rotary = self.rotary(x, positions)
+        for layer in self.layers:
+            x = layer(x, rotary, memory, mask)
+        return x

@@ -1,0 +1,253 @@
+"""The frozen target: any Hugging Face causal language model, with hidden-state capture at named layers.
+
+Layers are counted by the states that enter them: 0 is the embedding's output, j the state entering layer j, and the
+number of layers n (or −1) the state that the head reads. In every architecture here that last one has already gone
+through the final norm, so that head(state) is the model's own logits; `check` proves it, and refuses an architecture
+for which it, or decoding with our cache and masks, does not hold.
+
+B batch, S rows, Q new rows, W key slots, L captured layers, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from models import tree
+from models.cache import KVCache
+from models.errors import UserError
+from models.target.head import Head
+
+_VOLATILE_CONFIG_KEYS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures")
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """States of one forward pass: `last` (B, S, D) is what the head reads, `hidden` (B, S, L·D) the captured ones."""
+
+    last: Tensor
+    hidden: Tensor | None
+
+
+class Target(nn.Module):
+    """A causal language model that is only read, never trained.
+
+    `name` is what exports and messages call it. Raises UserError for an architecture that has attention of a kind
+    that the engine cannot mask.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "target"
+    ) -> None:
+        super().__init__()
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config = model.config.get_text_config()
+        output_embeddings = model.get_output_embeddings()
+        if not isinstance(output_embeddings, nn.Linear):
+            raise UserError(f"Target {name!r} ({self.config.model_type}) has no linear language-model head.")
+        self.head = Head.of(output_embeddings, self.config)
+        self.embedding = model.get_input_embeddings()
+        self.num_layers: int = self.config.num_hidden_layers
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = output_embeddings.weight.shape[0]
+        self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**20
+        self._windows = _attention_windows(self.config, name)
+        self._layers = _decoder_layers(model.base_model, self.num_layers, name)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        return self.head.weight.dtype
+
+    @cached_property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer, from the generation config and the tokenizer."""
+        found = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        ids = set(found if isinstance(found, list) else [] if found is None else [found])
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            ids.add(self.tokenizer.eos_token_id)
+        return frozenset(ids)
+
+    def layer_index(self, layer: int) -> int:
+        """Resolve −1 and refuse layers that do not exist."""
+        index = self.num_layers if layer == -1 else layer
+        if not 0 <= index <= self.num_layers:
+            raise UserError(f"capture layer {layer} does not exist: {self.name!r} has states 0 to {self.num_layers}.")
+        return index
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token embeddings (..., D), as the model's own embedding module gives them."""
+        return self.embedding(token_ids)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        *,
+        capture_layers: tuple[int, ...] = (),
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
+        cache: KVCache | None = None,
+    ) -> TargetOutput:
+        """Run the model over token_ids (B, S) without its head.
+
+        Without a mask, attention is causal: rows padded on the right do not disturb the ones before them.
+        """
+        wanted = [self.layer_index(layer) for layer in capture_layers]
+        captured: dict[int, Tensor] = {}
+        hooks = [
+            self._layers[index].register_forward_pre_hook(_keep_input(captured, index), with_kwargs=True)
+            for index in set(wanted) - {self.num_layers}
+        ]
+        try:
+            last = self.model.base_model(
+                input_ids=token_ids,
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                cache=cache,
+                use_cache=cache is not None,
+            ).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        captured[self.num_layers] = last
+        hidden = torch.cat([captured[index] for index in wanted], dim=-1) if wanted else None
+        return TargetOutput(last, hidden)
+
+    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
+        """An empty cache for `batch_size` requests of at most `capacity` rows, drafts included."""
+        return KVCache(self.num_layers, batch_size, capacity, self.device)
+
+    def step(
+        self,
+        token_ids: Tensor,
+        cache: KVCache,
+        *,
+        capture_layers: tuple[int, ...] = (),
+        parents: Tensor | None = None,
+    ) -> TargetOutput:
+        """Run the new rows token_ids (B, Q) behind what `cache` holds; the caller then commits some of them.
+
+        The rows form a chain, or the tree of `parents` (B, Q) among themselves. Positions past the model's maximum
+        are clamped: such rows exist only as padding behind a request's last token.
+        """
+        num_rows = token_ids.shape[1]
+        cache.begin(num_rows)
+        lengths = cache.lengths.to(self.device)
+        depth = torch.arange(num_rows, device=self.device) if parents is None else tree.depths(parents)
+        positions = (lengths[:, None] + depth).clamp(max=self.max_positions - 1)
+        return self(
+            token_ids,
+            capture_layers=capture_layers,
+            position_ids=positions,
+            attention_mask=self._mask(lengths, cache.uniform, num_rows, parents, positions - lengths[:, None]),
+            cache=cache,
+        )
+
+    def _mask(
+        self, lengths: Tensor, uniform: bool, num_rows: int, parents: Tensor | None, depth: Tensor
+    ) -> Tensor | dict[str, Tensor] | None:
+        if num_rows == 1 and uniform and not any(self._windows.values()):
+            return None  # one row that may read everything
+        related = None if parents is None else tree.ancestors(parents)
+        masks = {
+            kind: tree.attention_mask(lengths, num_rows, tree=related, depth=depth, window=window)
+            for kind, window in self._windows.items()
+        }
+        if self.model.config._attn_implementation == "eager":  # adds the mask to the scores
+            lowest = torch.finfo(self.dtype).min
+            masks = {k: torch.zeros_like(m, dtype=self.dtype).masked_fill_(~m, lowest) for k, m in masks.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of config and tokenizer: what a drafter must agree with."""
+        config = {k: v for k, v in self.model.config.to_dict().items() if k not in _VOLATILE_CONFIG_KEYS}
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+        if self.tokenizer is not None:
+            backend = getattr(self.tokenizer, "backend_tokenizer", None)
+            described = backend.to_str() if backend is not None else sorted(self.tokenizer.get_vocab().items())
+            digest.update(json.dumps(described).encode())
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def weights_fingerprint(self) -> str:
+        """Hash of sums and samples of every weight: what generated answers depend on beside `fingerprint`."""
+        digest = hashlib.sha256()
+        for name, parameter in self.model.named_parameters():
+            flat = parameter.detach().flatten()
+            sample = torch.cat([flat[:64], flat[-64:], flat.sum(dtype=torch.float64)[None].to(flat.dtype)])
+            digest.update(name.encode() + sample.float().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Compare head, cache and masks with the model's own forward pass on a few random rows.
+
+        Raises UserError, naming the architecture, where they differ by more than rounding.
+        """
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.vocab_size, (2, 12), generator=generator).to(self.device)
+        reference = self.model(input_ids=ids, use_cache=False).logits.double()
+        tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(self.dtype, 0.15) * max(1.0, reference.std().item())
+        cache = self.new_cache(2, 12)
+        prefill = self.head(self.step(ids[:, :6], cache).last).double()
+        cache.commit(torch.tensor([6, 4]))
+        new = torch.stack([ids[0, 6:9], ids[1, 4:7]])
+        ragged = self.head(self.step(new, cache).last).double()
+        pairs = {
+            "the head does not reproduce the model's logits": (prefill[0], reference[0, :6]),
+            "decoding with a cache of ragged lengths differs": (
+                ragged,
+                torch.stack([reference[0, 6:9], reference[1, 4:7]]),
+            ),
+        }
+        for what, (ours, theirs) in pairs.items():
+            difference = (ours - theirs).abs().max().item()
+            if not difference <= tolerance:
+                raise UserError(
+                    f"Target {self.name!r}: the architecture {self.config.model_type!r} is not supported: {what} "
+                    f"(by {difference:.3g} in the logits)."
+                )
+
+
+def _keep_input(store: dict[int, Tensor], index: int) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        store[index] = args[0] if args else kwargs["hidden_states"]
+
+    return hook
+
+
+def _decoder_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
+    for module in base.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise UserError(f"Target {name!r}: found no list of {num_layers} decoder layers to capture states at.")
+
+
+def _attention_windows(config: Any, name: str) -> dict[str, int]:
+    """Kinds of attention and their sliding windows, 0 for none."""
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if not kinds:
+        return {"all": window}
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UserError(
+            f"Target {name!r}: layers of type {', '.join(sorted(unknown))} ({config.model_type}) are not supported: "
+            "drafts are checked with masks over a key-value cache, and these layers have none."
+        )
+    return {kind: window if kind == "sliding_attention" else 0 for kind in sorted(kinds)}

@@ -1,0 +1,80 @@
+"""The contracts between target, drafter and engine.
+
+B batch, S rows, N draft nodes, L captured layers, D hidden size, V target and Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from models.sampling import RequestRandom, SamplingParams
+from models.vocab import DraftVocab
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFeatures:
+    """What a drafter knows of a stretch of text; the same alignment in training and in decoding.
+
+    Row t holds the token x_t, the token x_{t+1} that followed it, and the target's hidden states at x_t. Rows from
+    `lengths` on are padding.
+    """
+
+    token_ids: Tensor  # (B, S)
+    next_token_ids: Tensor  # (B, S)
+    hidden: Tensor | None  # (B, S, L·D), the captured layers side by side
+    lengths: Tensor  # (B,) valid rows, on the host
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Proposed tokens. `probs` is the law each token was really drawn from; None where each is a point mass."""
+
+    token_ids: Tensor  # (B, N) in the target's vocabulary
+    parents: Tensor  # (B, N) −1 is the last committed token; a chain is arange(N) − 1
+    probs: Tensor | None  # (B, N, V)
+
+
+class DraftState(Protocol):
+    """What a drafter remembers of the requests it serves."""
+
+    def select(self, rows: list[int]) -> None:
+        """Keep the requests `rows`, in that order, when others have finished."""
+
+
+class Drafter(Protocol):
+    """A model, or anything else, that proposes tokens for a target.
+
+    `capture_layers` names the target states it reads: j is the state entering layer j, and the number of layers (or
+    −1) is the state that the target's head reads.
+    """
+
+    capture_layers: tuple[int, ...]
+    vocab: DraftVocab
+
+    def unroll(self, features: TargetFeatures, num_steps: int) -> Iterator[Tensor]:
+        """For training: yield the hidden states (B, S, D) of step 0, 1, ..; row t of step s is about x_{t+2+s}."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Draft logits (..., Vd) of hidden states (..., D); apart from `unroll`, so that losses can chunk it."""
+
+    def new_state(self, batch_size: int, max_len: int) -> DraftState:
+        """Memory for requests of at most `max_len` rows, those of a draft included."""
+
+    def propose(
+        self,
+        state: DraftState,
+        committed: TargetFeatures,
+        *,
+        num_speculative_tokens: int,
+        sampling: SamplingParams,
+        random: RequestRandom,
+    ) -> Draft:
+        """Take in the rows confirmed since the last call, and draft what follows them.
+
+        The drafter first drops from `state` whatever it had drafted itself. `random` holds a stream per request in
+        place of one generator, so that a request's draft is the same in any batch.
+        """

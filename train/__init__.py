@@ -1,0 +1,1 @@
+"""Training drafters, from prompts to a measured export."""

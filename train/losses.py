@@ -1,0 +1,69 @@
+"""Losses over supervised positions, computed a few rows at a time.
+
+M supervised rows, D hidden size, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+RowLoss = Callable[[Tensor, slice], Tensor]  # hidden rows (C, D) and which rows they are → sum of their losses
+
+
+def chunked_loss(
+    row_loss: RowLoss, hidden: Tensor, parameters: Iterable[nn.Parameter] = (), chunk_rows: int = 512
+) -> Tensor:
+    """Σ over rows of `row_loss`, with at most `chunk_rows` rows of logits alive, in the backward pass too.
+
+    hidden (M, D) → scalar. The gradient of each chunk is taken at once and kept as (chunk, D), so nothing is computed
+    twice. `parameters` are those of the head inside `row_loss` that are trained; none for a frozen head.
+    """
+    result: Tensor = _Chunked.apply(row_loss, chunk_rows, hidden, *parameters)
+    return result
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, row_loss: RowLoss, chunk_rows: int, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        wants_grad = ctx.needs_input_grad[2:]
+        total = hidden.new_zeros(())
+        grads = [
+            torch.zeros_like(t) if wanted else None for t, wanted in zip((hidden, *parameters), wants_grad, strict=True)
+        ]
+        for start in range(0, len(hidden), chunk_rows):
+            rows = slice(start, min(start + chunk_rows, len(hidden)))
+            with torch.enable_grad():
+                chunk = hidden[rows].detach().requires_grad_()
+                loss = row_loss(chunk, rows)
+            total += loss.detach()
+            inputs = [t for t, grad in zip((chunk, *parameters), grads, strict=True) if grad is not None]
+            if not inputs:
+                continue
+            found = iter(torch.autograd.grad(loss, inputs))
+            for index, grad in enumerate(grads):
+                if grad is not None:
+                    (grad[rows] if index == 0 else grad).add_(next(found))
+        ctx.grads = grads
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        return (None, None, *(None if grad is None else grad * upstream[0] for grad in ctx.grads))
+
+
+def soft_cross_entropy(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """−Σ_x p(x) log q(x) per row, with p = softmax(target) and q = softmax(draft): (M, Vd), (M, Vd) → (M,)."""
+    return -(target_logits.softmax(-1) * draft_logits.log_softmax(-1)).sum(-1)
+
+
+def regression(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """A distance of estimated and true states, summed over rows and averaged over D.
+
+    "mse" is the squared error, "smooth_l1" EAGLE's published Huber loss with β = 1.
+    """
+    elementwise = {"mse": nn.functional.mse_loss, "smooth_l1": nn.functional.smooth_l1_loss}[kind]
+    return lambda estimate, true: elementwise(estimate, true, reduction="sum") / estimate.shape[-1]

@@ -1,0 +1,65 @@
+"""The model card of an export: what it is, what it learnt from, and what was measured."""
+
+from __future__ import annotations
+
+import json
+
+from eval.measure import Measurement
+from models.checkpoint.native import Export
+
+
+def model_card(export: Export, measured: list[tuple[str, Measurement]]) -> str:
+    """Markdown for the export's README.md; `measured` is empty before the measurement."""
+    p = export.provenance
+    versions = ", ".join(f"{name} {version}" for name, version in p["versions"].items() if version)
+    data = p["data"]
+    return f"""# {export.name} drafter for {export.target["name"]}
+
+A draft component for speculative decoding: it proposes tokens, the target checks them, and what comes out is what the
+target alone would have said.
+
+- Target: `{export.target["name"]}` (fingerprint `{export.target["fingerprint"]}`; loading against another one refuses).
+  The target's licence governs what may be done with both together.
+- Trained on: {data["num_prompts"]} prompts with the target's own answers (prompts `{data["prompts"]}`, settings
+  `{json.dumps(data["settings"])}`).
+- Trained by: `{p["command"]}`, revision {p["git_revision"]}, {versions}. The whole configuration is in `config.json`.
+
+## Measured
+
+{_figures(measured)}
+
+## Use
+
+    python eval/acceptance.py export=FOLDER
+
+```python
+from pathlib import Path
+from engine.loop import DecodeSettings, generate
+from models.checkpoint import native
+from models.target import load_target
+
+target = load_target(**native.read(Path("FOLDER")).target["load"])
+drafter = native.load(Path("FOLDER"), target)
+ids = target.tokenizer("def main(")["input_ids"]
+print(target.tokenizer.decode(generate(target, [ids], DecodeSettings(), drafter).token_ids[0]))
+```
+"""
+
+
+def _figures(measured: list[tuple[str, Measurement]]) -> str:
+    if not measured:
+        return "Not measured yet."
+    lines = [
+        "| temperature | draft tokens | acceptance rate | block efficiency τ | speed-up | prompts |",
+        "|---|---|---|---|---|---|",
+    ]
+    for _, m in measured:
+        s = m.summary()
+        cells = [f"{s['temperature']:g}", str(s["num_speculative_tokens"])]
+        for key in ("acceptance_rate", "block_efficiency", "speedup"):
+            low, high = s[f"{key}_interval"]
+            cells.append(f"{s[key]:.3f} [{low:.3f}, {high:.3f}]")
+        lines.append(f"| {' | '.join(cells)} | {s['prompts']} |")
+    return "\n".join([*lines, "", "Acceptance rate: accepted over tested tokens. τ: tokens emitted per target pass, the extra",
+                      "token included. Speed-up: seconds per token, plain over speculative, in turns on one machine.",
+                      "In brackets: 95% bootstrap intervals over prompts."])  # fmt: skip

@@ -1,0 +1,234 @@
+"""The main job, stage by stage: answers → drafter → training → export → measurement.
+
+Every stage keeps what it finished, so the same command, started again, goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra.utils
+import lightning
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
+
+from data.answers import AnswerSettings, build_answers, context_ids, describe, fingerprint
+from data.features import FeatureCache
+from data.loader import StepBatches, step_loader
+from data.prompts import Prompt, PromptSource, SplitSizes, split_prompts
+from engine.loop import DecodeSettings, generate
+from eval.acceptance import write_report
+from eval.measure import Measurement, measure
+from eval.provenance import provenance
+from eval.table import draw, print_tables
+from models.checkpoint import native
+from models.errors import UserError
+from models.files import write_text
+from models.sampling import SamplingParams
+from models.target import Target
+from models.vocab import DraftVocab
+from train.callbacks import AtomicCheckpoints, BlockEfficiency
+from train.model_card import model_card
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What training needs: batches of answers, prompts of the other splits, and what the answers came from."""
+
+    batches: StepBatches
+    validation: list[Prompt]
+    test: list[Prompt]
+    manifest: dict[str, Any]
+
+
+def open_target(options: dict[str, Any]) -> Target:
+    """Load the target onto the device that the trainer uses."""
+    arguments = dict(options["target"])
+    if arguments["device"] == "auto" and options["trainer"]["accelerator"] == "cpu":
+        arguments["device"] = "cpu"
+    target: Target = hydra.utils.instantiate(arguments)
+    return target
+
+
+def prepare_data(options: dict[str, Any], target: Target) -> Prepared:
+    """Collect prompts, split them, and let the target answer those for training."""
+    data = options["data"]
+    sizes = SplitSizes(**data["sizes"])
+    source: PromptSource = hydra.utils.instantiate(data["source"])
+    splits = split_prompts(source.prompts(target, sizes.total, options["seed"]), sizes)
+    settings = AnswerSettings(**data["answers"], seed=options["seed"])
+    rows = build_answers(target, splits["train"], settings, Path(data["folder"]))
+    batches = StepBatches(rows, options["fit"]["batch_size"], data["max_tokens"], options["seed"])
+    if batches.truncated:
+        print(f"{batches.truncated} of {len(rows)} answers are longer than data.max_tokens and were cut")
+    return Prepared(batches, splits["validation"], splits["test"], describe(target, splits["train"], settings))
+
+
+def build_drafter(options: dict[str, Any], target: Target, batches: StepBatches) -> Any:
+    """Make the drafter, from the run's seed, over the most frequent tokens of the answers."""
+    size = options["draft_vocab_size"]
+    vocab = DraftVocab.most_frequent(batches.token_counts(target.vocab_size), size)
+    torch.manual_seed(options["seed"])
+    drafter = native.build(options["drafter"]["model"], target, vocab)
+    parameters = sum(p.numel() for p in drafter.parameters())
+    print(
+        f"drafter {options['drafter']['name']!r}: {parameters:,} parameters, proposes {vocab.size:,} of {target.vocab_size:,} tokens"
+    )
+    return drafter
+
+
+def fit(options: dict[str, Any], target: Target, drafter: Any, data: Prepared, run: Path) -> None:
+    """Train, measuring val/block_efficiency in the engine, and leave the weights that were best at that."""
+    settings = options["fit"]
+    if settings["hidden_states"] not in ("cached", "online"):
+        raise UserError(f"fit.hidden_states is {settings['hidden_states']!r}: choose cached or online.")
+    if settings["hidden_states"] == "cached" and drafter.capture_layers:
+        root = Path(options["data"]["folder"])
+        data.batches.cache = FeatureCache.build(target, data.batches.token_ids, drafter.capture_layers, root)
+    module = hydra.utils.instantiate(
+        options["drafter"]["training"], drafter, target, max_steps=settings["max_steps"], seed=options["seed"]
+    )
+    checkpoints = run / "checkpoints"
+    best = ModelCheckpoint(
+        checkpoints, "best", monitor="val/block_efficiency", mode="max", save_weights_only=True,
+        every_n_train_steps=settings["evaluate_every"], enable_version_counter=False, auto_insert_metric_name=False,
+    )  # fmt: skip
+    last = ModelCheckpoint(
+        checkpoints, "last", every_n_train_steps=settings["checkpoint_every"], enable_version_counter=False
+    )
+    trainer = lightning.Trainer(
+        **options["trainer"],
+        max_steps=settings["max_steps"],
+        max_epochs=-1,
+        logger=hydra.utils.instantiate(options["logger"], save_dir=str(run)),
+        callbacks=[
+            BlockEfficiency(target, *_validation(options, target, data.validation), settings["evaluate_every"]),
+            TQDMProgressBar(refresh_rate=20),
+            LearningRateMonitor("step"),
+            last,
+            best,
+        ],
+        plugins=[AtomicCheckpoints()],
+        default_root_dir=run,
+        use_distributed_sampler=False,
+        enable_model_summary=False,
+        log_every_n_steps=10,
+    )
+    resume = checkpoints / "last.ckpt"
+    module.first_step = _steps_done(resume)
+    loader = step_loader(data.batches, module.first_step, settings["max_steps"])
+    trainer.fit(module, loader, ckpt_path=str(resume) if resume.exists() else None)
+    if not Path(best.best_model_path).exists():
+        raise UserError(
+            f"No checkpoint was measured: fit.evaluate_every is more than fit.max_steps ({settings['max_steps']})."
+        )
+    state = AtomicCheckpoints().load_checkpoint(best.best_model_path)["state_dict"]
+    drafter.load_state_dict({k.removeprefix("drafter."): v for k, v in state.items() if k.startswith("drafter.")})
+    drafter.eval()
+
+
+def _steps_done(checkpoint: Path) -> int:
+    return int(AtomicCheckpoints().load_checkpoint(checkpoint)["global_step"]) if checkpoint.exists() else 0
+
+
+def _validation(
+    options: dict[str, Any], target: Target, prompts: list[Prompt]
+) -> tuple[list[list[int]], DecodeSettings]:
+    count = options["fit"]["validation_prompts"]
+    return [context_ids(target, p) for p in prompts[:count]], decode_settings(options, 0.0)
+
+
+def decode_settings(options: dict[str, Any], temperature: float) -> DecodeSettings:
+    """The settings of the run's measurements at one temperature."""
+    decode = options["decode"]
+    return DecodeSettings(
+        max_new_tokens=decode["max_new_tokens"],
+        num_speculative_tokens=decode["num_speculative_tokens"],
+        sampling=SamplingParams(temperature, decode["top_k"], decode["top_p"]),
+        seed=options["seed"],
+    )
+
+
+def export(options: dict[str, Any], target: Target, drafter: Any, data: Prepared, folder: Path) -> native.Export:
+    """Write the drafter to `folder`; the card gets its figures once they are measured."""
+    place = {k: options["target"][k] for k in ("source", "name_or_path", "dtype", "revision")}
+    described = native.Export(
+        name=options["drafter"]["name"],
+        model=options["drafter"]["model"],
+        target={"name": target.name, "fingerprint": target.fingerprint, "load": place},
+        num_speculative_tokens=options["decode"]["num_speculative_tokens"],
+        provenance={"config": options, "data": data.manifest, **provenance()},
+    )
+    native.save(drafter, described, drafter.vocab, folder, model_card(described, []))
+    return described
+
+
+def check_parity(target: Target, trained: Any, loaded: Any, prompts: list[Prompt], options: dict[str, Any]) -> None:
+    """Answer a few prompts with the drafter in memory and with the reloaded one: every count must agree.
+
+    Raises UserError otherwise: the export would not be what was trained.
+    """
+    ids = [context_ids(target, p) for p in prompts[:4]]
+    settings = decode_settings(options, 0.0)
+    ours, theirs = (generate(target, ids, settings, d).stats for d in (trained, loaded))
+    if not (ours.accepted == theirs.accepted).all() or not (ours.rounds == theirs.rounds).all():
+        raise UserError(
+            f"The reloaded export accepts {theirs.accepted.sum():g} tokens where the trained drafter accepts "
+            f"{ours.accepted.sum():g}: the export is broken."
+        )
+    print(
+        f"export reloaded: {ours.accepted.sum():g} of {ours.drafted.sum():g} drafted tokens accepted, as before the export"
+    )
+
+
+def measure_export(
+    options: dict[str, Any], target: Target, drafter: Any, prompts: list[Prompt]
+) -> list[tuple[str, Measurement]]:
+    """The acceptance table of the run, on test prompts."""
+    chosen = prompts[: options["measure"]["num_prompts"]]
+    name = options["drafter"]["name"]
+    return [
+        (name, measure(target, drafter, chosen, decode_settings(options, float(t))))
+        for t in options["measure"]["temperatures"]
+    ]
+
+
+def run_job(options: dict[str, Any], target: Target, run: Path) -> None:
+    """Everything from prompts to the acceptance table, in the folder `run`."""
+    print(f"target {target.name!r}, run folder {run}")
+    data = prepare_data(options, target)
+    drafter = build_drafter(options, target, data.batches)
+    fit(options, target, drafter, data, run)
+    folder = run / "export"
+    described = export(options, target, drafter, data, folder)
+    loaded = native.load(folder, target)
+    check_parity(target, drafter, loaded, data.test, options)
+    measured = measure_export(options, target, loaded, data.test)
+    write_text(folder / "README.md", model_card(described, measured))
+    summaries = [{"drafter": name, **m.summary()} for name, m in measured]
+    write_report({"config": options, "results": summaries}, run)
+    draw(measured, run / "acceptance.png")
+    print_tables(measured)
+    print(f"export: {folder}\nmeasure it on other prompts: python eval/acceptance.py export={folder}")
+
+
+def run_folder(options: dict[str, Any]) -> Path:
+    """outputs/<drafter>-<target>-<hash>: the same configuration always has the same folder, and so is resumed."""
+    root = Path(options["output_root"])
+    if options["run_name"]:
+        return root / options["run_name"]
+    relevant = {k: v for k, v in options.items() if k not in ("debug", "logger", "output_root", "measure")}
+    name = (
+        options["target"]["source"]
+        if options["target"]["source"] != "hf"
+        else Path(options["target"]["name_or_path"]).name
+    )
+    return root / f"{options['drafter']['name']}-{name}-{fingerprint(relevant)[:8]}"
+
+
+def record(options: dict[str, Any], run: Path) -> None:
+    """Write what the run is, before it starts."""
+    write_text(run / "config.json", json.dumps({"config": options, "provenance": provenance()}, indent=1) + "\n")
