@@ -49,11 +49,11 @@ def main(config_name: str, job: Callable[[DictConfig], None]) -> None:
 
 
 def choices(group: str) -> dict[str, str]:
-    """The options of a group, each with the comment that its file starts with."""
+    """The options of a group, each with the first comment in its file."""
     found = {}
     for path in sorted((ROOT / group).glob("*.yaml")):
-        first = path.read_text().splitlines()[0]
-        found[path.stem] = first.lstrip("# ").strip() if first.startswith("#") else ""
+        comments = [line for line in path.read_text().splitlines() if line.startswith("#") and "@package" not in line]
+        found[path.stem] = comments[0].lstrip("# ") if comments else ""
     return found
 
 
@@ -112,7 +112,7 @@ def _nearest(word: str, known: dict[str, str] | list[str]) -> str:
 
 def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
     for key in config:
-        path = f"{prefix}{key}"
+        path = f"{prefix}{key!s}"
         yield path
         child = config._get_node(key)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():

@@ -62,6 +62,7 @@ def build_answers(target: Target, prompts: list[Prompt], settings: AnswerSetting
     rows = make(target, prompts, settings, folder)
     if not any(sum(row["loss_mask"]) for row in rows):
         raise UserError("No answer has a single token to learn from: the loss mask is 0 everywhere.")
+    datasets.disable_progress_bars()
     with atomic_folder(folder / "dataset") as temporary:
         datasets.Dataset.from_list(rows).save_to_disk(temporary)
     return open_answers(folder, manifest)
@@ -81,7 +82,6 @@ def open_answers(folder: Path, manifest: dict[str, Any] | None = None) -> datase
                 f"The answers in {str(folder)!r} were made with another {', '.join(different)}: "
                 "they are not what this target would say. Leave data.folder out, or delete that folder."
             )
-    datasets.disable_progress_bars()
     return rows
 
 
@@ -109,8 +109,7 @@ def fingerprint(manifest: dict[str, Any]) -> str:
 def context_ids(target: Target, prompt: Prompt, answers: tuple[str, ...] = ()) -> list[int]:
     """Token ids that the target reads before it says its next answer."""
     if prompt.continuation:
-        assert target.tokenizer is not None
-        return target.tokenizer(prompt.turns[0], add_special_tokens=False)["input_ids"]
+        return target.encode(prompt.turns[0])
     turns = prompt.turns[: len(answers) + 1]
     return encode_prompt(target, messages_of(turns, answers, prompt.system))
 
@@ -122,9 +121,8 @@ def _generated_rows(
     lengths = {p.id: len(context_ids(target, p)) for p in prompts}
     short = [p for p in prompts if lengths[p.id] <= min(settings.max_prompt_tokens, target.max_positions - 1)]
     if len(short) < len(prompts):
-        print(
-            f"{len(prompts) - len(short)} of {len(prompts)} prompts are longer than data.answers.max_prompt_tokens: left out"
-        )
+        left_out = len(prompts) - len(short)
+        print(f"{left_out} of {len(prompts)} prompts are longer than data.answers.max_prompt_tokens: left out")
     if not short:
         raise UserError("Every prompt is longer than data.answers.max_prompt_tokens.")
     ordered = sorted(short, key=lambda p: (lengths[p.id], p.id))  # neighbours of equal length waste no padding
@@ -142,7 +140,6 @@ def _generated_rows(
 
 
 def _answer_chunk(target: Target, prompts: list[Prompt], settings: AnswerSettings) -> list[dict[str, Any]]:
-    assert target.tokenizer is not None
     sampling = SamplingParams(settings.temperature, top_p=settings.top_p)
     decode = DecodeSettings(max_new_tokens=settings.max_new_tokens, sampling=sampling)
     answers: dict[str, tuple[str, ...]] = {p.id: () for p in prompts}
@@ -159,7 +156,7 @@ def _answer_chunk(target: Target, prompts: list[Prompt], settings: AnswerSetting
             context = contexts[prompt.id]
             mask = [0] * len(context) + [1] * len(ids)
             rows.append(_row(prompt, turn, context + ids, mask))
-            answers[prompt.id] += (target.tokenizer.decode(ids, skip_special_tokens=True),)
+            answers[prompt.id] += (target.decode(ids),)
     return rows
 
 

@@ -7,19 +7,17 @@ safetensors file, written to a temporary name and renamed.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from data.progress import Progress
 from models.errors import UserError
-from models.files import explain_disk_errors
+from models.files import explain_disk_errors, write_tensors
 from models.target import Target
 
 _ROWS_PER_FILE = 16
@@ -49,8 +47,8 @@ class FeatureCache:
         free_bytes = shutil.disk_usage(folder).free
         if needed_bytes > 0.9 * free_bytes:
             raise UserError(
-                f"Caching hidden states needs {needed_bytes / 1e9:.1f} GB in {str(folder)!r}, where {free_bytes / 1e9:.1f} "
-                "GB are free: use data.hidden_states=online, or another data.folder."
+                f"Caching hidden states needs {needed_bytes / 1e9:.1f} GB in {str(folder)!r}, where "
+                f"{free_bytes / 1e9:.1f} GB are free: use fit.hidden_states=online, or another data.folder."
             )
         if missing:
             with Progress(f"hidden states ({needed_bytes / 1e6:.0f} MB)", len(groups)) as progress:
@@ -79,8 +77,5 @@ def _compute(target: Target, rows: list[list[int]], names: list[int], layers: tu
         ids[index, : len(row)] = torch.tensor(row)
     hidden = target(ids.to(target.device), capture_layers=layers).hidden
     assert hidden is not None
-    tensors = {str(n): hidden[i, : len(rows[i])].to("cpu").clone() for i, n in enumerate(names)}
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    with explain_disk_errors(path):
-        save_file(tensors, temporary)
-        temporary.rename(path)
+    tensors = {str(n): hidden[i, : len(rows[i])].to("cpu") for i, n in enumerate(names)}
+    write_tensors(path, tensors)

@@ -90,14 +90,16 @@ class StepBatches(Dataset[Batch]):
 
 
 class _Steps(Sampler[int]):
+    """Steps from `first` on. Its length counts the earlier ones too: a resumed Lightning loop counts from there."""
+
     def __init__(self, first: int, last: int) -> None:
-        self._steps = range(first, last)
+        self._first, self._last = first, last
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._steps)
+        return iter(range(self._first, self._last))
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return self._last
 
 
 def step_loader(batches: StepBatches, first: int, last: int) -> DataLoader[Batch]:

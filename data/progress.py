@@ -21,20 +21,20 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def advance(self, items: int, tokens: int = 0) -> None:
-        """Count `items` more as done."""
+    def advance(self, items: int, note: str = "") -> None:
+        """Count `items` more as done; `note` is shown behind the numbers."""
         now = time.monotonic()
         self.done += items
         if now - self._started < 0.01 * self.done:  # read from a log, not done now
             self._first = self.done
         if self._terminal or now - self._printed >= _LINE_EVERY_S or self.done >= self.total:
             self._printed = now
-            self._write(now)
+            self._write(now, note)
 
-    def _write(self, now: float) -> None:
+    def _write(self, now: float, note: str) -> None:
         rate = (self.done - self._first) / max(now - self._started, 1e-9)
         left = (self.total - self.done) / rate if rate else float("nan")
-        line = f"{self.what}: {self.done}/{self.total}  {rate:.1f}/s  {_clock(left)} left"
+        line = f"{self.what}: {self.done}/{self.total}  {rate:.1f}/s  {_clock(left)} left  {note}".rstrip()
         print(
             f"\r\033[K{line}" if self._terminal else line,
             end="" if self._terminal else "\n",
@@ -42,11 +42,15 @@ class Progress:
             flush=True,
         )
 
+    def close(self) -> None:
+        """Leave the bar's line."""
+        if self._terminal:
+            print(file=sys.stderr)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._terminal:
-            print(file=sys.stderr)
+        self.close()
 
 
 def _clock(seconds: float) -> str:

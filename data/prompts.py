@@ -64,8 +64,6 @@ class StandardLibrary:
 
     def prompts(self, target: Target, count: int, seed: int) -> list[Prompt]:
         """Cut prompts at random places of random documents, in a fixed proportion of the splits."""
-        if target.tokenizer is None:
-            raise UserError(f"Target {target.name!r} has no tokenizer.")
         rng = random.Random(seed)
         found: list[Prompt] = []
         for document in documents():
@@ -74,11 +72,11 @@ class StandardLibrary:
                 start = rng.randrange(len(lines))
                 text = "".join(lines[start : start + 40])[: 8 * self.max_tokens]
                 length = rng.randint(self.min_tokens, self.max_tokens)
-                ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+                ids = target.encode(text)
                 if len(ids) < length:
                     continue
                 kind = "docs" if document.name.startswith("topics/") else "code"
-                cut = target.tokenizer.decode(ids[:length])
+                cut = target.decode(ids[:length])
                 found.append(Prompt((cut,), category=kind, continuation=True, split=document.split))
         rng.shuffle(found)
         return found

@@ -6,7 +6,7 @@ turn, is a prompt of the kind that it was trained to answer. So no data set is n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class SelfSynthesis:
     top_p: float = 0.95
     max_tokens: int = 96
     min_characters: int = 12
-    surplus: float = 1.5
+    surplus: float = 1.35
     chunk_size: int = 128
 
     def prompts(self, target: Target, count: int, seed: int) -> list[Prompt]:
@@ -52,18 +52,15 @@ class SelfSynthesis:
 
         def sample(chunk: int) -> list[dict[str, Any]]:
             seeds = [seed * 1_000_003 + chunk * self.chunk_size + i for i in range(self.chunk_size)]
-            made = generate(target, [header] * self.chunk_size, replace(settings), seeds=seeds)
-            texts = [self._text(target, ids) for ids, ended in zip(made.token_ids, made.stopped, strict=True) if ended]
+            made = generate(target, [header] * self.chunk_size, settings, seeds=seeds)
+            texts = [
+                target.decode(ids).strip() for ids, ended in zip(made.token_ids, made.stopped, strict=True) if ended
+            ]
             return [{"text": text} for text in texts if len(text) >= self.min_characters]
 
         with Progress("self-synthesised prompts", num_chunks * self.chunk_size) as progress:
             rows = run_chunks(log, num_chunks, sample, lambda chunk, kept: progress.advance(self.chunk_size))
         return [Prompt((row["text"],), category="self_synthesis") for row in rows]
-
-    @staticmethod
-    def _text(target: Target, ids: list[int]) -> str:
-        assert target.tokenizer is not None
-        return target.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
 
 def user_frame(target: Target) -> tuple[list[int], int]:
@@ -71,9 +68,9 @@ def user_frame(target: Target) -> tuple[list[int], int]:
     tokenizer = require_template(target)
     text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
     before, found, after = text.partition(_MARK)
-    ending = tokenizer(after, add_special_tokens=False)["input_ids"]
+    ending = target.encode(after)
     if not found or not before or not ending:
         raise UserError(
             f"The chat template of {target.name!r} does not frame a user's text, so the target cannot write it."
         )
-    return tokenizer(before, add_special_tokens=False)["input_ids"], ending[0]
+    return target.encode(before), ending[0]

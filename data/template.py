@@ -36,9 +36,7 @@ def require_template(target: Target) -> Any:
 
 def encode_prompt(target: Target, messages: list[Message]) -> list[int]:
     """Token ids of a conversation up to and including the header of the assistant's next answer."""
-    tokenizer = require_template(target)
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return target.encode(_render(require_template(target), messages, add_generation_prompt=True))
 
 
 def encode_conversation(target: Target, messages: list[Message]) -> tuple[list[int], list[int]]:
@@ -78,4 +76,4 @@ def encode_conversation(target: Target, messages: list[Message]) -> tuple[list[i
 
 
 def _render(tokenizer: Any, messages: list[Message], add_generation_prompt: bool = False) -> str:
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))

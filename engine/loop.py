@@ -76,14 +76,18 @@ def generate(
     """Answer `prompts` (token ids) as one batch, with or without a drafter; the law of the answers is the same.
 
     `seeds` gives each request a stream of its own; without it request i takes settings.seed + i. Raises UserError for
-    an empty prompt, and for one that leaves no room for a single token in the model's context.
+    an empty prompt, and for one that leaves no room for a single token in the model's context; ValueError where there
+    are not as many seeds as prompts.
     """
     check_prompts(target, prompts)
     seeds = [settings.seed + i for i in range(len(prompts))] if seeds is None else seeds
+    if len(seeds) != len(prompts):  # one seed would be broadcast: the same numbers for every request
+        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts")
     started = time.perf_counter()
     with torch.inference_mode():
         batch = _Batch(target, prompts, settings, drafter, seeds, on_tokens)
-        batch.prefill()
+        if prompts:
+            batch.prefill()
         batch.seconds.prefill = time.perf_counter() - started
         while batch.requests:
             batch.round()
@@ -171,11 +175,16 @@ class _Batch:
         self.seconds.verify += checked - drafted
         self._commit(nodes, out, verdict)
         expected = verdict.expected.cpu().numpy()
-        emitted = []
+        following = self.committed.next_token_ids.tolist()
+        emitted = [self._until_stop(row[: count + 1]) for row, count in zip(following, accepted, strict=True)]
         for row, (request, limit, count) in enumerate(zip(self.requests, limits, accepted, strict=True)):
-            self.stats.add_round(request, limit, count, expected[row])
-            emitted.append(self.committed.next_token_ids[row, : count + 1].tolist())
+            self.stats.add_round(request, limit, count, len(emitted[row]), expected[row])
         self._emit(emitted, accepted)
+
+    def _until_stop(self, tokens: list[int]) -> list[int]:
+        """The tokens up to and including the first stop token."""
+        end = next((i + 1 for i, token in enumerate(tokens) if token in self.stop), None)
+        return tokens[:end]
 
     def _draft(self, num_tokens: int) -> Draft:
         if self.drafter is None or self.state is None or num_tokens == 0:
@@ -211,15 +220,14 @@ class _Batch:
         self.committed = TargetFeatures(nodes, following, out.hidden, counts.to("cpu"))
 
     def _emit(self, tokens: list[list[int]], accepted: list[int]) -> None:
-        """Append each running request's new tokens, cut at a stop token, and let finished requests leave."""
+        """Append each running request's new tokens, and let finished requests leave."""
         running = []
         for row, (request, new, drafted) in enumerate(zip(self.requests, tokens, accepted, strict=True)):
-            end = next((i + 1 for i, token in enumerate(new) if token in self.stop), None)
-            self.stopped[request] = end is not None
-            self.answers[request] += new[:end]
+            self.stopped[request] = new[-1] in self.stop
+            self.answers[request] += new
             if self.on_tokens is not None:
-                self.on_tokens(request, new[:end], min(drafted, len(new[:end])))
-            if end is None and len(self.answers[request]) < self.room[request]:
+                self.on_tokens(request, new, min(drafted, len(new)))
+            if not self.stopped[request] and len(self.answers[request]) < self.room[request]:
                 running.append(row)
         if len(running) < len(self.requests):
             self._keep(running)

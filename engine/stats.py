@@ -41,14 +41,17 @@ class DecodingStats:
         """Put the requests of several runs, with equally many positions, one behind another."""
         return cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
 
-    def add_round(self, request: int, limit: int, accepted: int, expected: Array) -> None:
-        """Count one round of a request: `limit` tokens drafted, the first `accepted` of them kept, one extra token."""
-        tested = min(accepted + 1, limit)
+    def add_round(self, request: int, limit: int, accepted: int, emitted: int, expected: Array) -> None:
+        """Count one round of a request: `limit` tokens drafted, the first `accepted` kept, `emitted` tokens given out.
+
+        Where a stop token ends the answer inside the draft, what lies behind it is neither accepted nor tested.
+        """
+        tested = min(accepted + 1, limit, emitted)
         self.rounds[request] += 1
-        self.emitted[request] += accepted + 1
+        self.emitted[request] += emitted
         self.drafted[request, :limit] += 1
         self.tested[request, :tested] += 1
-        self.accepted[request, :accepted] += 1
+        self.accepted[request, : min(accepted, emitted)] += 1
         self.expected[request, :tested] += expected[:tested]
 
     def accumulate(self, request: int, other: DecodingStats) -> None:

@@ -28,12 +28,15 @@ def job(config: DictConfig) -> None:
     from eval.measure import measure
     from eval.prompt_sets import prompt_set
     from eval.table import draw, print_tables
+    from models.linear import accelerate
     from models.sampling import SamplingParams
     from models.target import load_target
 
     wanted = {**exports[0].target["load"], **{k: v for k, v in options["target"].items() if v is not None}}
     target = load_target(**wanted)
     drafters = [native.load(folder, target) for folder in folders]
+    for frozen in (target, *drafters):
+        accelerate(frozen)
     prompts = prompt_set(options["prompts"], target, options["num_prompts"], options["seed"])
     decode = options["decode"]
     names = _names(folders, [e.name for e in exports])

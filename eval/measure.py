@@ -34,6 +34,13 @@ class Measurement:
     identical: int = 0  # prompts whose greedy answer is plain decoding's, token for token
     near_ties: list[float] = field(default_factory=list)  # gap of the two largest logits where an answer parted
 
+    @classmethod
+    def empty(cls, settings: DecodeSettings, categories: list[str]) -> Measurement:
+        """Nothing counted yet, for prompts of these categories."""
+        count = len(categories)
+        stats = DecodingStats.empty(count, settings.num_speculative_tokens)
+        return cls(settings, categories, stats, np.zeros(count), np.zeros(count), np.zeros(count), np.zeros(count))
+
     @property
     def speedup(self) -> float:
         """Seconds per token of plain decoding over seconds per token with the drafter."""
@@ -92,14 +99,10 @@ def measure(
 
     Later turns of a prompt continue the answers of plain decoding, so that both read the same contexts.
     """
-    count = len(prompts)
-    columns = [np.zeros(count) for _ in range(4)]
-    result = Measurement(
-        settings, [p.category for p in prompts], DecodingStats.empty(count, settings.num_speculative_tokens), *columns
-    )
+    result = Measurement.empty(settings, [p.category for p in prompts])
     for warm in (None, drafter):  # first calls allocate and choose kernels
         generate(target, [context_ids(target, prompts[0])], replace(settings, max_new_tokens=8), warm)
-    with Progress(f"measuring at temperature {settings.sampling.temperature:g}", count) as progress:
+    with Progress(f"measuring at temperature {settings.sampling.temperature:g}", len(prompts)) as progress:
         for index, prompt in enumerate(prompts):
             same = True
             answers: tuple[str, ...] = ()
@@ -111,8 +114,7 @@ def measure(
                     same = False
                     result.near_ties.append(_gap(target, context, plain.token_ids[0], speculative.token_ids[0]))
                 if not prompt.continuation:
-                    assert target.tokenizer is not None
-                    answers += (target.tokenizer.decode(plain.token_ids[0], skip_special_tokens=True),)
+                    answers += (target.decode(plain.token_ids[0]),)
             result.identical += same
             progress.advance(1)
     return result

@@ -21,7 +21,8 @@ class KVCache(Cache):
     """Keys and values of `num_layers` layers for `batch_size` requests of at most `capacity` rows each."""
 
     def __init__(self, num_layers: int, batch_size: int, capacity: int, device: torch.device | str = "cpu") -> None:
-        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+        self._stores = [_Layer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self._stores))
         self.capacity = capacity
         self.device = torch.device(device)
         self.lengths = torch.zeros(batch_size, dtype=torch.int64)  # on the host: no device is asked for them
@@ -55,9 +56,9 @@ class KVCache(Cache):
         """
         if path is not None:
             start = self.lengths[:, None].to(path.device)
-            source = (start + path.clamp(min=0)).to(self.device)
+            source = (start + path).clamp(0, self.width - 1).to(self.device)  # ignored entries may name anything
             destination = (start + torch.arange(path.shape[1], device=path.device)).to(self.device)
-            for layer in self.layers:
+            for layer in self._stores:
                 layer.move(source, destination)
         self.lengths = self.lengths + counts.to("cpu")
 
@@ -69,7 +70,7 @@ class KVCache(Cache):
         """Keep the requests `rows`, in that order."""
         self.lengths = self.lengths[rows]
         index = torch.tensor(rows, device=self.device)
-        for layer in self.layers:
+        for layer in self._stores:
             layer.reorder_cache(index)
 
 

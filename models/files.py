@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from models.errors import UserError
 
@@ -55,12 +57,27 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file under a temporary name, flush it and rename it. Raises UserError where the disk refuses."""
+    """Write a text file, whole or not at all. Raises UserError where the disk refuses."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file, whole or not at all. Raises UserError where the disk refuses."""
+    with replacing(path) as temporary:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary name to write to; flush the file and rename it to `path` when the block succeeds."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explain_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
+        try:
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)

@@ -12,10 +12,12 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from models.errors import UserError
 from models.target.target import Target
 
 
@@ -58,7 +60,9 @@ def unrolled_mask(num_rows: int, step: int, device: torch.device) -> Tensor | No
 def layer_config(target: Target, num_layers: int, **overrides: Any) -> LlamaConfig:
     """A Llama configuration for drafter layers shaped like the target's own, but for `overrides` that are not None.
 
-    RoPE follows the target where it has one for full attention, so that exports can name the target's.
+    RoPE follows the target where it has one for full attention, so that exports can name the target's. It turns whole
+    heads: where the target turns a part of each, LongRoPE's factors do not fit and are left out. Raises UserError for
+    sizes that do not go together.
     """
     c = target.config
     rope = dict(getattr(c, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
@@ -73,14 +77,24 @@ def layer_config(target: Target, num_layers: int, **overrides: Any) -> LlamaConf
         "head_dim": getattr(c, "head_dim", None) or c.hidden_size // heads,
         "rms_norm_eps": getattr(c, "rms_norm_eps", None) or 1e-5,
     } | {key: value for key, value in overrides.items() if value is not None}
-    return LlamaConfig(
-        vocab_size=target.vocab_size,
-        num_hidden_layers=num_layers,
-        max_position_embeddings=target.max_positions,
-        rope_parameters=rope,
-        tie_word_embeddings=False,
-        **shape,
-    )
+    if rope["rope_type"] == "longrope" and len(rope["short_factor"]) != shape["head_dim"] // 2:
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    if heads % shape["num_key_value_heads"]:
+        raise UserError(
+            f"The drafter has {heads} attention heads, which its {shape['num_key_value_heads']} key-value heads cannot "
+            "share evenly: set drafter.model.num_key_value_heads."
+        )
+    try:
+        return LlamaConfig(
+            vocab_size=target.vocab_size,
+            num_hidden_layers=num_layers,
+            max_position_embeddings=getattr(c, "max_position_embeddings", None) or target.max_positions,
+            rope_parameters=rope,
+            tie_word_embeddings=False,
+            **shape,
+        )
+    except StrictDataclassError as error:
+        raise UserError(f"The drafter's layers cannot be built: {str(error).splitlines()[-1].strip()}") from error
 
 
 class RMSNorm(nn.Module):
@@ -101,10 +115,10 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, layer_idx: int, input_size: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        width = config.num_attention_heads * config.head_dim
-        key_width = config.num_key_value_heads * config.head_dim
+        heads, key_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        assert key_heads is not None and self.head_dim is not None  # `layer_config` sets both
+        self.groups = heads // key_heads
+        width, key_width = heads * self.head_dim, key_heads * self.head_dim
         self.q_proj = nn.Linear(input_size, width, bias=False)
         self.k_proj = nn.Linear(input_size, key_width, bias=False)
         self.v_proj = nn.Linear(input_size, key_width, bias=False)

@@ -22,7 +22,7 @@ class SamplingParams:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not self.temperature >= 0:  # nor a nan
             raise UserError(f"temperature is {self.temperature}: it must be 0 (greedy) or more.")
         if self.top_k < 0:
             raise UserError(f"top_k is {self.top_k}: it must be 0 (off) or more.")
@@ -39,7 +39,8 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     """Turn logits (..., V) into the law that tokens are drawn from, (..., V), in float32 or wider.
 
     Temperature first, then top-k, then top-p over what is left, then renormalisation: the order of transformers and
-    vLLM. Of tokens tied at the k-th place all are kept. Greedy gives a one-hot law on the first largest logit.
+    vLLM. Of tokens tied at the k-th place all are kept, of tokens tied where top-p ends those of lower ids.
+    Greedy gives a one-hot law on the first largest logit.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if params.greedy:
@@ -50,7 +51,7 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
     law = logits.softmax(-1)
     if params.top_p < 1:
-        ordered, order = law.sort(dim=-1, descending=True)
+        ordered, order = law.sort(dim=-1, descending=True, stable=True)
         mass_before = ordered.cumsum(-1) - ordered
         dropped = torch.zeros_like(law, dtype=torch.bool).scatter_(-1, order, mass_before >= params.top_p)
         law = law.masked_fill(dropped, 0.0)

@@ -20,7 +20,7 @@ def depths(parents: Tensor) -> Tensor:
 
     Raises ValueError where a parent does not come before its child.
     """
-    batch_size, num_nodes = parents.shape
+    num_nodes = parents.shape[1]
     if (parents >= torch.arange(num_nodes, device=parents.device)).any() or (parents < -1).any():
         raise ValueError("a node's parent must be −1 or the index of an earlier node")
     result = torch.zeros_like(parents)

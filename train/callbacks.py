@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +12,32 @@ import lightning
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from data.progress import Progress
 from engine.loop import DecodeSettings, generate
-from models.files import explain_disk_errors
+from models.files import replacing, write_tensors
 from models.target import Target
 
 
 class BlockEfficiency(lightning.Callback):
-    """Every `every` steps, and after the last: answer the validation prompts with the drafter, and log what it won.
+    """Answers the validation prompts in the engine every `every` steps and after the last, and keeps the best drafter.
 
-    Logs `val/block_efficiency` (τ, greedy) and `val/acceptance_rate`.
+    Logs `val/block_efficiency` (τ, greedy) and `val/acceptance_rate`. The weights with the largest τ so far are in
+    the file `best`, written whole or not at all.
     """
 
-    def __init__(self, target: Target, prompts: list[list[int]], settings: DecodeSettings, every: int) -> None:
-        self.target, self.prompts, self.settings, self.every = target, prompts, settings, every
+    def __init__(
+        self, target: Target, prompts: list[list[int]], settings: DecodeSettings, every: int, best: Path
+    ) -> None:
+        self.target, self.prompts, self.settings, self.every, self.best = target, prompts, settings, every, best
+        self.best_score = 0.0
+        self.last_score = float("nan")
         self._measured_at = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_score": self.best_score, "measured_at": self._measured_at}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best_score, self._measured_at = state_dict["best_score"], state_dict["measured_at"]
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any, **kwargs: Any
@@ -36,8 +50,33 @@ class BlockEfficiency(lightning.Callback):
         drafter.eval()
         stats = generate(self.target, self.prompts, self.settings, drafter).stats
         drafter.train()
-        pl_module.log("val/block_efficiency", stats.block_efficiency, prog_bar=True)
+        self.last_score = stats.block_efficiency
+        pl_module.log("val/block_efficiency", self.last_score)
         pl_module.log("val/acceptance_rate", stats.acceptance_rate)
+        if self.last_score > self.best_score:
+            self.best_score = self.last_score
+            write_tensors(self.best, drafter.state_dict())
+
+
+class TrainingProgress(lightning.Callback):
+    """One line for the whole training: steps, rate, time left, loss, and the last measured block efficiency."""
+
+    def __init__(self, measured: BlockEfficiency) -> None:
+        self.measured = measured
+        self._progress: Progress
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._progress = Progress("training steps", trainer.max_steps)
+        self._progress.advance(trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, *args: Any
+    ) -> None:
+        done = trainer.global_step - self._progress.done
+        self._progress.advance(done, f"loss {float(outputs['loss']):.3f}  τ {self.measured.last_score:.3f}")
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._progress.close()
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
@@ -46,18 +85,18 @@ class AtomicCheckpoints(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        final = Path(path)
-        temporary = final.with_name(f".{final.name}.tmp")
-        with explain_disk_errors(final):
-            final.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.rename(final)
+        with replacing(Path(path)) as temporary:
+            torch.save(checkpoint, temporary)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = True
     ) -> dict[str, Any]:
         loaded: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=True)
         return loaded
+
+
+def quiet_lightning() -> None:
+    """Keep Lightning's hints and advertisements out of what a user reads; its errors still show."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")

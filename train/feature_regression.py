@@ -6,6 +6,7 @@ B batch, S rows, M supervised rows, D hidden size, Vd draft vocabulary.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import lightning
@@ -24,7 +25,7 @@ class FeatureRegression(lightning.LightningModule):
 
     Row t of step s estimates f_{t+1+s}, from which the head makes the law of x_{t+2+s}: it is supervised where that
     token is one the target said. Steps after the first weigh `position_decay` times the one before. `noise` is the
-    half width of the uniform feature noise, times 512 / S as published. `regression` is "mse" or "smooth_l1".
+    half width of the uniform feature noise, times 512 over a text's own length. `regression` is "mse" or "smooth_l1".
     """
 
     def __init__(
@@ -49,9 +50,15 @@ class FeatureRegression(lightning.LightningModule):
         super().__init__()
         if regression not in ("mse", "smooth_l1"):
             raise UserError(f"drafter.training.regression is {regression!r}: choose mse or smooth_l1.")
+        for name, value in (("num_steps", num_steps), ("chunk_rows", chunk_rows)):
+            if value < 1:
+                raise UserError(f"drafter.training.{name} is {value}: it must be at least 1.")
         self.drafter: Any = drafter
-        self._target = (target,)  # in a tuple: neither trained nor saved with the drafter
-        self.max_steps, self.lr, self.betas, self.weight_decay = max_steps, lr, tuple(betas), weight_decay
+        # In a tuple, so that it is neither trained nor saved with the drafter, nor moved by Lightning, which puts the
+        # module on the CPU when training ends.
+        self._target = (target,)
+        self.max_steps, self.lr, self.weight_decay = max_steps, lr, weight_decay
+        self.betas = (betas[0], betas[1])
         self.warmup_steps = max(1, round(warmup_fraction * max_steps))
         self.regression, self.w_reg, self.w_cls = regression, w_reg, w_cls
         self.noise, self.num_steps, self.position_decay = noise, num_steps, position_decay
@@ -74,7 +81,7 @@ class FeatureRegression(lightning.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         features = training_features(self._target[0], self.drafter, batch)
-        losses = self.losses(features, batch.loss_mask, noise_seed=self.seed * 1_000_003 + self.global_step)
+        losses = self.losses(features, batch.loss_mask, noise_seed=self.seed * 1_000_003 + batch_idx)
         self.log_dict({f"train/{k}": v for k, v in losses.items()}, prog_bar=False)
         self.log("loss", losses["loss"], prog_bar=True, logger=False)
         return losses["loss"]
@@ -104,7 +111,7 @@ class FeatureRegression(lightning.LightningModule):
 
     def _classification(self, rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Sum of the soft cross-entropies of draft and target laws, and how often their first choices agree."""
-        agreement = rows.new_zeros(())
+        agreement = torch.zeros((), device=rows.device)  # in float32: bfloat16 cannot count beyond 256
 
         def row_loss(hidden: Tensor, which: slice) -> Tensor:
             nonlocal agreement
@@ -120,15 +127,18 @@ class FeatureRegression(lightning.LightningModule):
         assert features.hidden is not None
         if seed is None or self.noise == 0:
             return features
-        generator = torch.Generator(features.hidden.device).manual_seed(seed)
-        width = self.noise * 512 / features.hidden.shape[1]
-        uniform = torch.rand(features.hidden.shape, generator=generator, device=features.hidden.device)
-        hidden = features.hidden + (2 * uniform - 1).to(features.hidden.dtype) * width
-        return TargetFeatures(features.token_ids, features.next_token_ids, hidden, features.lengths)
+        hidden = features.hidden
+        generator = torch.Generator(hidden.device).manual_seed(seed)
+        uniform = 2 * torch.rand(hidden.shape, generator=generator, device=hidden.device) - 1
+        width = self.noise * 512 / features.lengths.to(hidden.device)[:, None, None]
+        return replace(features, hidden=hidden + (uniform * width).to(hidden.dtype))
 
 
 def training_features(target: Target, drafter: Drafter, batch: Batch) -> TargetFeatures:
-    """What the drafter reads of a batch: cached states, or the target's forward pass. The last row's next token is 0."""
+    """What the drafter reads of a batch: cached states, or the target's forward pass.
+
+    The token after the last row is unknown, and 0 here; no supervised estimate reads it.
+    """
     hidden = batch.hidden
     if hidden is None and drafter.capture_layers:
         with torch.no_grad():

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 RowLoss = Callable[[Tensor, slice], Tensor]  # hidden rows (C, D) and which rows they are → sum of their losses
 
@@ -30,7 +31,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, row_loss: RowLoss, chunk_rows: int, hidden: Tensor, *parameters: Tensor) -> Tensor:
         wants_grad = ctx.needs_input_grad[2:]
-        total = hidden.new_zeros(())
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         grads = [
             torch.zeros_like(t) if wanted else None for t, wanted in zip((hidden, *parameters), wants_grad, strict=True)
         ]
@@ -51,13 +52,18 @@ class _Chunked(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         return (None, None, *(None if grad is None else grad * upstream[0] for grad in ctx.grads))
 
 
 def soft_cross_entropy(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """−Σ_x p(x) log q(x) per row, with p = softmax(target) and q = softmax(draft): (M, Vd), (M, Vd) → (M,)."""
-    return -(target_logits.softmax(-1) * draft_logits.log_softmax(-1)).sum(-1)
+    """−Σ_x p(x) log q(x) per row, with p = softmax(target) and q = softmax(draft): (M, Vd), (M, Vd) → (M,).
+
+    Laws and losses are in float32 at least.
+    """
+    dtype = torch.promote_types(draft_logits.dtype, torch.float32)
+    return -(target_logits.softmax(-1, dtype=dtype) * draft_logits.log_softmax(-1, dtype=dtype)).sum(-1)
 
 
 def regression(kind: str) -> Callable[[Tensor, Tensor], Tensor]:

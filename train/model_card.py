@@ -7,6 +7,10 @@ import json
 from eval.measure import Measurement
 from models.checkpoint.native import Export
 
+_DEFINITIONS = """Acceptance rate: accepted over tested tokens. τ: tokens emitted per target pass, the extra token
+included. Speed-up: seconds per token, plain over speculative, in turns on one machine. In brackets: 95% bootstrap
+intervals over prompts."""
+
 
 def model_card(export: Export, measured: list[tuple[str, Measurement]]) -> str:
     """Markdown for the export's README.md; `measured` is empty before the measurement."""
@@ -40,8 +44,8 @@ from models.target import load_target
 
 target = load_target(**native.read(Path("FOLDER")).target["load"])
 drafter = native.load(Path("FOLDER"), target)
-ids = target.tokenizer("def main(")["input_ids"]
-print(target.tokenizer.decode(generate(target, [ids], DecodeSettings(), drafter).token_ids[0]))
+ids = target.encode("def main(")
+print(target.decode(generate(target, [ids], DecodeSettings(), drafter).token_ids[0]))
 ```
 """
 
@@ -60,6 +64,4 @@ def _figures(measured: list[tuple[str, Measurement]]) -> str:
             low, high = s[f"{key}_interval"]
             cells.append(f"{s[key]:.3f} [{low:.3f}, {high:.3f}]")
         lines.append(f"| {' | '.join(cells)} | {s['prompts']} |")
-    return "\n".join([*lines, "", "Acceptance rate: accepted over tested tokens. τ: tokens emitted per target pass, the extra",
-                      "token included. Speed-up: seconds per token, plain over speculative, in turns on one machine.",
-                      "In brackets: 95% bootstrap intervals over prompts."])  # fmt: skip
+    return "\n".join([*lines, "", _DEFINITIONS])

@@ -13,7 +13,7 @@ from typing import Any
 import hydra.utils
 import lightning
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 
 from data.answers import AnswerSettings, build_answers, context_ids, describe, fingerprint
 from data.features import FeatureCache
@@ -27,10 +27,11 @@ from eval.table import draw, print_tables
 from models.checkpoint import native
 from models.errors import UserError
 from models.files import write_text
+from models.linear import accelerate
 from models.sampling import SamplingParams
 from models.target import Target
 from models.vocab import DraftVocab
-from train.callbacks import AtomicCheckpoints, BlockEfficiency
+from train.callbacks import AtomicCheckpoints, BlockEfficiency, TrainingProgress, quiet_lightning
 from train.model_card import model_card
 
 
@@ -75,7 +76,8 @@ def build_drafter(options: dict[str, Any], target: Target, batches: StepBatches)
     drafter = native.build(options["drafter"]["model"], target, vocab)
     parameters = sum(p.numel() for p in drafter.parameters())
     print(
-        f"drafter {options['drafter']['name']!r}: {parameters:,} parameters, proposes {vocab.size:,} of {target.vocab_size:,} tokens"
+        f"drafter {options['drafter']['name']!r}: {parameters:,} parameters, "
+        f"proposes {vocab.size:,} of {target.vocab_size:,} tokens"
     )
     return drafter
 
@@ -92,10 +94,10 @@ def fit(options: dict[str, Any], target: Target, drafter: Any, data: Prepared, r
         options["drafter"]["training"], drafter, target, max_steps=settings["max_steps"], seed=options["seed"]
     )
     checkpoints = run / "checkpoints"
-    best = ModelCheckpoint(
-        checkpoints, "best", monitor="val/block_efficiency", mode="max", save_weights_only=True,
-        every_n_train_steps=settings["evaluate_every"], enable_version_counter=False, auto_insert_metric_name=False,
-    )  # fmt: skip
+    prompts = [context_ids(target, p) for p in data.validation[: settings["validation_prompts"]]]
+    measured = BlockEfficiency(
+        target, prompts, decode_settings(options, 0.0), settings["evaluate_every"], checkpoints / "best.safetensors"
+    )
     last = ModelCheckpoint(
         checkpoints, "last", every_n_train_steps=settings["checkpoint_every"], enable_version_counter=False
     )
@@ -104,41 +106,26 @@ def fit(options: dict[str, Any], target: Target, drafter: Any, data: Prepared, r
         max_steps=settings["max_steps"],
         max_epochs=-1,
         logger=hydra.utils.instantiate(options["logger"], save_dir=str(run)),
-        callbacks=[
-            BlockEfficiency(target, *_validation(options, target, data.validation), settings["evaluate_every"]),
-            TQDMProgressBar(refresh_rate=20),
-            LearningRateMonitor("step"),
-            last,
-            best,
-        ],
+        callbacks=[measured, TrainingProgress(measured), LearningRateMonitor("step"), last],
         plugins=[AtomicCheckpoints()],
         default_root_dir=run,
         use_distributed_sampler=False,
+        enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=10,
     )
     resume = checkpoints / "last.ckpt"
-    module.first_step = _steps_done(resume)
-    loader = step_loader(data.batches, module.first_step, settings["max_steps"])
+    per_step = options["trainer"]["accumulate_grad_batches"]
+    loader = step_loader(data.batches, per_step * _steps_done(resume), per_step * settings["max_steps"])
     trainer.fit(module, loader, ckpt_path=str(resume) if resume.exists() else None)
-    if not Path(best.best_model_path).exists():
-        raise UserError(
-            f"No checkpoint was measured: fit.evaluate_every is more than fit.max_steps ({settings['max_steps']})."
-        )
-    state = AtomicCheckpoints().load_checkpoint(best.best_model_path)["state_dict"]
-    drafter.load_state_dict({k.removeprefix("drafter."): v for k, v in state.items() if k.startswith("drafter.")})
-    drafter.eval()
+    if trainer.interrupted:
+        raise KeyboardInterrupt
+    drafter.load_state_dict(native.read_tensors(measured.best))
+    drafter.to(target.device).eval()  # Lightning left it on the CPU
 
 
 def _steps_done(checkpoint: Path) -> int:
     return int(AtomicCheckpoints().load_checkpoint(checkpoint)["global_step"]) if checkpoint.exists() else 0
-
-
-def _validation(
-    options: dict[str, Any], target: Target, prompts: list[Prompt]
-) -> tuple[list[list[int]], DecodeSettings]:
-    count = options["fit"]["validation_prompts"]
-    return [context_ids(target, p) for p in prompts[:count]], decode_settings(options, 0.0)
 
 
 def decode_settings(options: dict[str, Any], temperature: float) -> DecodeSettings:
@@ -179,9 +166,8 @@ def check_parity(target: Target, trained: Any, loaded: Any, prompts: list[Prompt
             f"The reloaded export accepts {theirs.accepted.sum():g} tokens where the trained drafter accepts "
             f"{ours.accepted.sum():g}: the export is broken."
         )
-    print(
-        f"export reloaded: {ours.accepted.sum():g} of {ours.drafted.sum():g} drafted tokens accepted, as before the export"
-    )
+    accepted, drafted = ours.accepted.sum(), ours.drafted.sum()
+    print(f"export reloaded: {accepted:g} of {drafted:g} drafted tokens accepted, as before the export")
 
 
 def measure_export(
@@ -198,6 +184,7 @@ def measure_export(
 
 def run_job(options: dict[str, Any], target: Target, run: Path) -> None:
     """Everything from prompts to the acceptance table, in the folder `run`."""
+    quiet_lightning()
     print(f"target {target.name!r}, run folder {run}")
     data = prepare_data(options, target)
     drafter = build_drafter(options, target, data.batches)
@@ -206,6 +193,8 @@ def run_job(options: dict[str, Any], target: Target, run: Path) -> None:
     described = export(options, target, drafter, data, folder)
     loaded = native.load(folder, target)
     check_parity(target, drafter, loaded, data.test, options)
+    for frozen in (target, loaded):  # training is over
+        accelerate(frozen)
     measured = measure_export(options, target, loaded, data.test)
     write_text(folder / "README.md", model_card(described, measured))
     summaries = [{"drafter": name, **m.summary()} for name, m in measured]

@@ -122,7 +122,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Pa
     """Write model (float16), tokenizer and generation defaults to `output`; the model in memory stays float32."""
     half = LlamaForCausalLM(model.config)
     half.load_state_dict(model.state_dict())
-    half = half.to(torch.float16)
+    half.half()
     half.config.dtype = "float16"
     half.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     half.save_pretrained(output)

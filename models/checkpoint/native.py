@@ -7,6 +7,7 @@ README.md            the model card
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import json
@@ -25,6 +26,18 @@ from models.target import Target
 from models.vocab import DraftVocab
 
 FORMAT = "draftsmith-1"
+_LAYOUT = {
+    "name": str,
+    "drafter": dict,
+    "drafter._target_": str,
+    "target": dict,
+    "target.name": str,
+    "target.fingerprint": str,
+    "draft_vocab_size": int,
+    "decoding": dict,
+    "decoding.num_speculative_tokens": int,
+    "provenance": dict,
+}
 _HOME = "models.drafter."  # the only place that drafters are loaded from: a file cannot name code elsewhere
 
 
@@ -34,7 +47,7 @@ class Export:
 
     name: str
     model: dict[str, Any]
-    target: dict[str, str]
+    target: dict[str, Any]
     num_speculative_tokens: int
     provenance: dict[str, Any]
 
@@ -65,18 +78,29 @@ def save(drafter: nn.Module, export: Export, vocab: DraftVocab, folder: Path, ca
 
 def read(folder: Path) -> Export:
     """Read what an export says of itself. Raises UserError where the folder is none."""
+    config = _read_config(folder)
+    return Export(
+        config["name"],
+        config["drafter"],
+        config["target"],
+        config["decoding"]["num_speculative_tokens"],
+        config["provenance"],
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config: dict[str, Any] = json.loads(path.read_text())
         if config["format"] != FORMAT:
             raise UserError(f"{str(path)!r}: format is {config['format']!r}; this version reads {FORMAT!r}.")
-        return Export(
-            config["name"],
-            config["drafter"],
-            config["target"],
-            config["decoding"]["num_speculative_tokens"],
-            config["provenance"],
-        )
+        for keys, kind in _LAYOUT.items():
+            value: Any = config
+            for key in keys.split("."):
+                value = value[key]
+            if not isinstance(value, kind):
+                raise TypeError(f"{keys} is {value!r}")
+        return config
     except OSError as error:
         raise UserError(f"{str(folder)!r} is not an export: {error.strerror or error} ({path.name}).") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -95,9 +119,8 @@ def load(folder: Path, target: Target) -> Any:
             f"{str(folder)!r} was trained for {export.target['name']!r} (fingerprint {export.target['fingerprint']}), "
             f"not for {target.name!r} ({target.fingerprint}): its proposals would be worthless there."
         )
-    tensors = _read_tensors(folder / "model.safetensors")
-    d2t = tensors.pop("d2t", None)
-    vocab = DraftVocab(target.vocab_size) if d2t is None else DraftVocab.from_offsets(target.vocab_size, d2t)
+    tensors = read_tensors(folder / "model.safetensors")
+    vocab = _vocab(tensors.pop("d2t", None), _read_config(folder)["draft_vocab_size"], target, folder)
     drafter = build(export.model, target, vocab)
     _fill(drafter, tensors, folder)
     return drafter.eval()
@@ -106,24 +129,47 @@ def load(folder: Path, target: Target) -> Any:
 def build(model: dict[str, Any], target: Target, vocab: DraftVocab) -> Any:
     """Make the drafter that `model` describes: `_target_` is its class, the rest its arguments.
 
-    Raises UserError for a class outside `models.drafter` and for arguments that it does not take.
+    Raises UserError for anything but a class defined in `models.drafter`, and for arguments that it does not take or
+    lacks.
     """
     arguments = dict(model)
-    path = str(arguments.pop("_target_"))
+    path = str(arguments.pop("_target_", None))
     module, _, name = path.rpartition(".")
     if not module.startswith(_HOME):
         raise UserError(f"The drafter's class {path!r} is not one of {_HOME}*.")
     try:
-        drafter_class = getattr(importlib.import_module(module), name)
+        drafter_class: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise UserError(f"This version has no drafter {path!r}.") from error
-    unknown = arguments.keys() - inspect.signature(drafter_class).parameters.keys()
-    if unknown:
-        raise UserError(f"{path} takes no argument {', '.join(sorted(unknown))}.")
+    if not isinstance(drafter_class, type) or drafter_class.__module__ != module:  # something that the file imports
+        raise UserError(f"{path!r} is not a drafter.")
+    parameters = dict(list(inspect.signature(drafter_class).parameters.items())[2:])  # those behind target and vocab
+    for argument in arguments.keys() - parameters.keys():
+        near = difflib.get_close_matches(argument, parameters, n=1)
+        meant = f" Did you mean {near[0]!r}?" if near else f" It takes: {', '.join(parameters) or 'none'}."
+        raise UserError(f"{path} takes no argument {argument!r}.{meant}")
+    for argument, parameter in parameters.items():
+        if parameter.default is parameter.empty and argument not in arguments:
+            raise UserError(f"{path} needs the argument {argument!r}.")
     return drafter_class(target, vocab, **arguments)
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _vocab(d2t: Tensor | None, size: int, target: Target, folder: Path) -> DraftVocab:
+    """The draft vocabulary that `d2t` describes; a head without its own weights would fit any other one as well."""
+    if d2t is None:
+        if size != target.vocab_size:
+            raise UserError(f"{str(folder)!r}: d2t is missing, but the drafter proposes {size} tokens only.")
+        return DraftVocab(target.vocab_size)
+    if d2t.dtype != torch.int64 or d2t.shape != (size,):
+        raise UserError(f"{str(folder)!r}: d2t is {d2t.dtype} {tuple(d2t.shape)}, not torch.int64 {(size,)}.")
+    try:
+        return DraftVocab.from_offsets(target.vocab_size, d2t)
+    except UserError as error:
+        raise UserError(f"{str(folder)!r}: d2t is wrong. {error}") from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file. Raises UserError where it is missing, damaged or cut short."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -141,6 +187,11 @@ def _fill(drafter: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
         f"{name} is {tuple(tensors[name].shape)}, not {tuple(wanted[name].shape)}"
         for name in wanted.keys() & tensors.keys()
         if tensors[name].shape != wanted[name].shape
+    ]
+    problems += [
+        f"{name} holds {tensors[name].dtype}"
+        for name in wanted.keys() & tensors.keys()
+        if tensors[name].is_floating_point() != wanted[name].is_floating_point()
     ]
     problems += [
         f"{name} holds values that are not finite"

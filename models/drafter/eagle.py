@@ -69,17 +69,17 @@ class EagleDrafter(nn.Module):
         size = target.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.stack = DecoderStack(self.config, first_input_norm=False)
-        # The target's own, in a tuple so that they are neither saved nor trained nor moved with the drafter.
-        self._shared = (target.embedding, target.head.rows(vocab.token_ids))
+        self.head = target.head.rows(vocab.token_ids)  # the target's own
+        self._embedding = (target.embedding,)  # in a tuple, so that it is neither trained nor saved with the drafter
         self.to(device=target.device, dtype=target.dtype)
 
     def fuse(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """Combine tokens (B, S) with the states before them (B, S, D): (B, S, D)."""
-        return self.fc(torch.cat([self._shared[0](token_ids), hidden], dim=-1))
+        return self.fc(torch.cat([self._embedding[0](token_ids), hidden], dim=-1))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Draft logits (..., Vd) of estimated states (..., D), by the target's head."""
-        return self._shared[1](hidden)
+        return self.head(hidden)
 
     def unroll(self, features: TargetFeatures, num_steps: int) -> Iterator[Tensor]:
         """Yield the estimates (B, S, D) of step 0, 1, ..: row t of step s estimates f_{t+1+s}.
@@ -120,7 +120,8 @@ class EagleDrafter(nn.Module):
         last = (committed.lengths.to(hidden.device) - 1).clamp(min=0)
         hidden = hidden[torch.arange(len(last), device=hidden.device), last][:, None]
         uniforms = None if sampling.greedy else random.uniform(num_speculative_tokens)
-        tokens, laws = [], []
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
         one = torch.ones_like(state.committed)
         for depth in range(num_speculative_tokens):
             if depth > 0:
@@ -134,7 +135,7 @@ class EagleDrafter(nn.Module):
                 tokens.append(self.vocab.to_target(draw(law, uniforms[:, depth])))
                 laws.append(self.vocab.widen(law))
         token_ids = torch.stack(tokens, dim=1)
-        parents = tree.chain_parents(*token_ids.shape, device=token_ids.device)
+        parents = tree.chain_parents(len(token_ids), num_speculative_tokens, token_ids.device)
         return Draft(token_ids, parents, torch.stack(laws, dim=1) if laws else None)
 
     def _step(self, cache: KVCache, token_ids: Tensor, hidden: Tensor) -> Tensor:

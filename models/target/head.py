@@ -7,18 +7,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 
-class Head(nn.Module):
+class Head:
     """logits = softcap(scale · (W·h + b)), W (V, D); the softcap is c·tanh(x / c) and off where c is None.
 
-    The state that it reads already went through the target's final norm.
+    The state that it reads already went through the target's final norm. A head is frozen, and no module itself: a
+    drafter that holds one neither trains, saves nor moves it.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scale: float = 1.0, softcap: float | None = None) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
-        self.weight: Tensor
-        self.bias: Tensor | None
+    def __init__(self, linear: nn.Linear, scale: float = 1.0, softcap: float | None = None) -> None:
+        self.linear = linear.requires_grad_(False)
         self.scale = scale
         self.softcap = softcap
 
@@ -27,12 +24,15 @@ class Head(nn.Module):
         """Read what follows the unembedding in this architecture from its config."""
         scale = getattr(config, "logit_scale", None) or 1.0  # Cohere multiplies
         scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite divides
-        bias = None if output_embeddings.bias is None else output_embeddings.bias.detach()
-        weight = output_embeddings.weight.detach()
-        return cls(weight, bias, scale, getattr(config, "final_logit_softcapping", None))
+        return cls(output_embeddings, scale, getattr(config, "final_logit_softcapping", None))
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits = nn.functional.linear(hidden, self.weight, self.bias)
+    @property
+    def weight(self) -> Tensor:
+        """W (V, D)."""
+        return self.linear.weight
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.linear(hidden)
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -44,4 +44,8 @@ class Head(nn.Module):
         if token_ids is None:
             return self
         index = token_ids.to(self.weight.device)
-        return Head(self.weight[index], None if self.bias is None else self.bias[index], self.scale, self.softcap)
+        chosen = nn.Linear(self.weight.shape[1], len(index), bias=self.linear.bias is not None, device="meta")
+        chosen.weight = nn.Parameter(self.weight[index], requires_grad=False)
+        if self.linear.bias is not None:
+            chosen.bias = nn.Parameter(self.linear.bias[index], requires_grad=False)
+        return Head(chosen, self.scale, self.softcap)

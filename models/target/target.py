@@ -26,6 +26,10 @@ from models.errors import UserError
 from models.target.head import Head
 
 _VOLATILE_CONFIG_KEYS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures")
+# Config keys of attention that masks cannot express, and that a short check would not see: local layers (GPT-Neo), keys
+# chosen by what they hold (Doge, DeepSeek), a bias by slot where positions of a tree are meant (MPT).
+_UNMASKABLE_KEYS = ("attention_layers", "keep_window_size", "index_topk", "alibi")
+ATTENTION = ("sdpa", "eager")  # the implementations that read four-dimensional masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Target(nn.Module):
     """A causal language model that is only read, never trained.
 
     `name` is what exports and messages call it. Raises UserError for an architecture that has attention of a kind
-    that the engine cannot mask.
+    that the engine cannot mask, or a head that does not read states of the hidden size.
     """
 
     def __init__(
@@ -59,9 +63,23 @@ class Target(nn.Module):
         self.num_layers: int = self.config.num_hidden_layers
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = output_embeddings.weight.shape[0]
-        self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**20
+        self.max_positions = _max_positions(self.config)
+        if (read := output_embeddings.weight.shape[1]) != self.hidden_size:
+            raise UserError(
+                f"Target {name!r} ({self.config.model_type}) is not supported: its head reads {read} numbers per "
+                f"token, but the states between its layers hold {self.hidden_size}."
+            )
+        if self.config._attn_implementation not in ATTENTION:
+            raise UserError(
+                f"Target {name!r} is loaded with {self.config._attn_implementation} attention: load it with "
+                f"attn_implementation={' or '.join(ATTENTION)}, which read the masks of drafts."
+            )
         self._windows = _attention_windows(self.config, name)
-        self._layers = _decoder_layers(model.base_model, self.num_layers, name)
+        self._layers = _decoder_layers(model.get_decoder(), self.num_layers, name)
+
+    def train(self, mode: bool = True) -> Target:
+        """Stay in evaluation mode, whatever module this is a part of: dropout would change the states."""
+        return super().train(False)
 
     @property
     def device(self) -> torch.device:
@@ -88,6 +106,20 @@ class Target(nn.Module):
         if not 0 <= index <= self.num_layers:
             raise UserError(f"capture layer {layer} does not exist: {self.name!r} has states 0 to {self.num_layers}.")
         return index
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text as it stands, without special tokens around it. Raises UserError without a tokenizer."""
+        ids: list[int] = self._require_tokenizer()(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of token ids, special tokens left out. Raises UserError without a tokenizer."""
+        return str(self._require_tokenizer().decode(token_ids, skip_special_tokens=True))
+
+    def _require_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise UserError(f"Target {self.name!r} has no tokenizer.")
+        return self.tokenizer
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token embeddings (..., D), as the model's own embedding module gives them."""
@@ -167,7 +199,7 @@ class Target(nn.Module):
             kind: tree.attention_mask(lengths, num_rows, tree=related, depth=depth, window=window)
             for kind, window in self._windows.items()
         }
-        if self.model.config._attn_implementation == "eager":  # adds the mask to the scores
+        if self.config._attn_implementation == "eager":  # adds the mask to the scores
             lowest = torch.finfo(self.dtype).min
             masks = {k: torch.zeros_like(m, dtype=self.dtype).masked_fill_(~m, lowest) for k, m in masks.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -195,33 +227,65 @@ class Target(nn.Module):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Compare head, cache and masks with the model's own forward pass on a few random rows.
+        """Compare captured states, head, cache and masks with the model's own forward pass on a few random rows.
 
-        Raises UserError, naming the architecture, where they differ by more than rounding.
+        Raises UserError, naming the architecture, where they differ by more than rounding, or the model cannot run so.
         """
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.vocab_size, (2, 12), generator=generator).to(self.device)
-        reference = self.model(input_ids=ids, use_cache=False).logits.double()
-        tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(self.dtype, 0.15) * max(1.0, reference.std().item())
-        cache = self.new_cache(2, 12)
-        prefill = self.head(self.step(ids[:, :6], cache).last).double()
-        cache.commit(torch.tensor([6, 4]))
-        new = torch.stack([ids[0, 6:9], ids[1, 4:7]])
-        ragged = self.head(self.step(new, cache).last).double()
+        refusal = f"Target {self.name!r}: the architecture {self.config.model_type!r} is not supported: "
+        ids = torch.randint(self.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0)).to(self.device)
+        try:
+            own = self.model(input_ids=ids, use_cache=False, output_hidden_states=True)
+            plain = self(ids, capture_layers=tuple(range(self.num_layers + 1)))
+            drafted, expected = self._branching_logits(ids, own.logits)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(f"{refusal}it does not run with our cache and masks ({reason}).") from error
+        assert plain.hidden is not None
         pairs = {
-            "the head does not reproduce the model's logits": (prefill[0], reference[0, :6]),
-            "decoding with a cache of ragged lengths differs": (
-                ragged,
-                torch.stack([reference[0, 6:9], reference[1, 4:7]]),
+            "the states captured between its layers are not its hidden states": (
+                plain.hidden,
+                torch.cat(own.hidden_states, dim=-1),
             ),
+            "its logits are not what its head makes of the last state": (self.head(plain.last), own.logits),
+            "branching drafts behind a cache of ragged lengths get other logits": (drafted, expected),
         }
+        tolerance = {torch.float64: 1e-5, torch.float32: 1e-3}.get(self.dtype, 0.15)
         for what, (ours, theirs) in pairs.items():
-            difference = (ours - theirs).abs().max().item()
+            difference = _relative_difference(ours, theirs)
             if not difference <= tolerance:
-                raise UserError(
-                    f"Target {self.name!r}: the architecture {self.config.model_type!r} is not supported: {what} "
-                    f"(by {difference:.3g} in the logits)."
-                )
+                raise UserError(f"{refusal}{what} (by {difference:.2g} of their spread).")
+
+    def _branching_logits(self, ids: Tensor, own_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of drafts with false branches behind 6 and 4 rows of `ids`, and what they must be."""
+        cache = self.new_cache(2, 13)
+        self.step(ids[:, :6], cache)
+        cache.commit(torch.tensor([6, 4]))
+        rows = torch.tensor([[6, 0, 1, 2, 3, 7, 8], [4, 0, 1, 2, 3, 5, 6]], device=ids.device)  # nodes 1 to 4 are false
+        parents = torch.tensor([[-1, 0, 0, 0, 0, 0, 5]], device=ids.device).expand(2, -1)
+        logits = self.head(self.step(ids.gather(1, rows), cache, parents=parents).last)
+        true = [0, 5, 6]
+        return logits[:, true], torch.stack([own_logits[row, rows[row, true]] for row in range(2)])
+
+
+def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """Root mean square of the difference over the spread of the values; infinite where the shapes differ."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    spread = theirs.double().std(-1).mean()
+    return ((ours.double() - theirs.double()).square().mean().sqrt() / spread).item()
+
+
+def _max_positions(config: Any) -> int:
+    """How many tokens the model reads.
+
+    LongRoPE changes the frequencies of a whole batch once one request passes the original length. Tokens would then
+    depend on the neighbours, and cached keys would be wrong, so the context ends there.
+    """
+    longest: int = getattr(config, "max_position_embeddings", None) or 2**20
+    rope = getattr(config, "rope_parameters", None) or {}
+    return min(longest, rope["original_max_position_embeddings"]) if rope.get("rope_type") == "longrope" else longest
 
 
 def _keep_input(store: dict[int, Tensor], index: int) -> Any:
@@ -231,8 +295,8 @@ def _keep_input(store: dict[int, Tensor], index: int) -> Any:
     return hook
 
 
-def _decoder_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
-    for module in base.modules():
+def _decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
+    for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     raise UserError(f"Target {name!r}: found no list of {num_layers} decoder layers to capture states at.")
@@ -242,12 +306,14 @@ def _attention_windows(config: Any, name: str) -> dict[str, int]:
     """Kinds of attention and their sliding windows, 0 for none."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = set(getattr(config, "layer_types", None) or [])
-    if not kinds:
-        return {"all": window}
-    unknown = kinds - {"full_attention", "sliding_attention"}
+    unknown = sorted(kinds - {"full_attention", "sliding_attention"})
+    parts = (config, getattr(config, "attn_config", None))
+    unknown += [key for key in _UNMASKABLE_KEYS if any(getattr(part, key, None) for part in parts)]
     if unknown:
         raise UserError(
-            f"Target {name!r}: layers of type {', '.join(sorted(unknown))} ({config.model_type}) are not supported: "
-            "drafts are checked with masks over a key-value cache, and these layers have none."
+            f"Target {name!r}: the architecture {config.model_type!r} is not supported: it has {', '.join(unknown)}, "
+            "but drafts are checked with causal and sliding masks over a key-value cache."
         )
+    if not kinds:
+        return {"all": window}
     return {kind: window if kind == "sliding_attention" else 0 for kind in sorted(kinds)}

@@ -1,0 +1,97 @@
+"""Every drafter of conf/drafter, with a full and a reduced draft vocabulary, random and trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import hydra
+import pytest
+import torch
+
+from conf.compose import ROOT, plain
+from models.checkpoint import native
+from models.target import Target
+from models.vocab import DraftVocab
+from tests.helpers.drafters import as_float64, build_shaken, five_token_target, tiny_target
+from tests.helpers.memorising import Text, Trained, answered, memorise
+
+NAMES = [path.stem for path in sorted((ROOT / "drafter").glob("*.yaml"))]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One yaml: all options of a run with it, and whether its draft vocabulary is reduced."""
+
+    options: dict[str, Any]
+    reduced: bool
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return self.options["drafter"]["model"]
+
+    @property
+    def training(self) -> dict[str, Any] | None:
+        return self.options["drafter"].get("training")
+
+
+@pytest.fixture(scope="session", params=NAMES)
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
+        return plain(hydra.compose("train", overrides=[f"+drafter={request.param}", "trainer=cpu"]))
+
+
+@pytest.fixture(scope="session", params=[False, True], ids=["full", "reduced"])
+def recipe(request: pytest.FixtureRequest, options: dict[str, Any]) -> Recipe:
+    return Recipe(options, request.param)
+
+
+@pytest.fixture(scope="session")
+def target32() -> Target:
+    return tiny_target()
+
+
+@pytest.fixture(scope="session")
+def target(target32: Target) -> Target:
+    return as_float64(target32)
+
+
+@pytest.fixture(scope="session")
+def small_target() -> Target:
+    return five_token_target()
+
+
+@pytest.fixture(scope="session")
+def text(target32: Target) -> Text:
+    return answered(target32)
+
+
+@pytest.fixture(scope="session")
+def vocab(recipe: Recipe, target32: Target, text: Text) -> DraftVocab:
+    """All tokens, or those that the answers hold and a few of the others."""
+    counts = text.batches.token_counts(target32.vocab_size)
+    return DraftVocab.most_frequent(counts, int((counts > 0).sum()) + 3 if recipe.reduced else None)
+
+
+@pytest.fixture
+def drafter(recipe: Recipe, target: Target, vocab: DraftVocab) -> Any:
+    """The drafter in float64, with random weights."""
+    return build_shaken(recipe.model, target, vocab)
+
+
+@pytest.fixture
+def small_drafter(recipe: Recipe, small_target: Target) -> Any:
+    """The drafter for `small_target`, with random weights."""
+    return build_shaken(recipe.model, small_target, DraftVocab(5, torch.tensor([0, 2, 3]) if recipe.reduced else None))
+
+
+@pytest.fixture(scope="session")
+def trained(
+    recipe: Recipe, target32: Target, text: Text, vocab: DraftVocab, tmp_path_factory: pytest.TempPathFactory
+) -> Trained:
+    """The drafter after its own training on `text`."""
+    if not recipe.training:
+        pytest.skip("this drafter is not trained")
+    torch.manual_seed(0)
+    drafter = native.build(recipe.model, target32, vocab)
+    return memorise(drafter, target32, text, recipe.options, tmp_path_factory.mktemp("features"))

@@ -1,0 +1,216 @@
+"""The promises of DESIGN.md that every drafter of conf/drafter keeps, numbered as there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.loop import DecodeSettings, generate
+from models.checkpoint import native
+from models.errors import UserError
+from models.sampling import SamplingParams
+from models.target import Target
+from models.vocab import DraftVocab
+from tests.contract.conftest import Recipe
+from tests.helpers.drafters import (
+    LEAST_P_VALUE,
+    Observed,
+    check_draft,
+    check_fresh,
+    check_unroll,
+    generate_observed,
+    prompts,
+    propose_at_every_length,
+    recorded_logits,
+    sampled_p_value,
+)
+from tests.helpers.memorising import LEAST_ACCEPTANCE, Text, Trained
+
+LENGTHS = [9, 1, 20, 31, 4, 3, 14, 6]  # 31 leaves room for a single token
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(1.0)
+FILTERED = SamplingParams(0.8, top_k=4, top_p=0.85)
+
+
+def settings(num_speculative_tokens: int, sampling: SamplingParams = GREEDY, stop: set[int] | None = None) -> Any:
+    """Answers run up to the end of the context, but for stop tokens."""
+    return DecodeSettings(1000, num_speculative_tokens, sampling, frozenset(stop or ()))
+
+
+# 1. Greedy output is plain decoding's, token for token.
+
+
+@pytest.fixture(scope="module")
+def start(target: Target) -> list[list[int]]:
+    return prompts(LENGTHS, target.vocab_size, seed=1)
+
+
+@pytest.fixture(scope="module")
+def plain(target: Target, start: list[list[int]]) -> list[list[int]]:
+    answers = generate(target, start, settings(1)).token_ids
+    assert [len(p) + len(a) for p, a in zip(start, answers, strict=True)] == [target.max_positions] * len(start)
+    return answers
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [1, 4, 7])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_1_greedy_is_plain_decoding(
+    batch_size: int, num_speculative_tokens: int, target: Target, drafter: Any, start: Any, plain: Any
+) -> None:
+    """Drafts of random weights, and such as are right up to anywhere; up to the last token that the context holds."""
+    script = dict(enumerate(zip(start[:batch_size], plain[:batch_size], strict=True)))
+    adversary = Observed(drafter, script=script)
+    for current in (drafter, adversary):
+        made = generate(target, start[:batch_size], settings(num_speculative_tokens), current)
+        assert made.token_ids == plain[:batch_size]
+        assert not any(made.stopped)
+    if batch_size == 8:
+        assert {1, 2, num_speculative_tokens + 1} <= adversary.committed_counts
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [1, 4, 7])
+def test_1_a_stop_token_in_mid_draft_ends_the_answer(
+    num_speculative_tokens: int, target: Target, drafter: Any, start: Any, plain: Any
+) -> None:
+    """With a draft that is right throughout, the stop token stands at every place within drafts."""
+    stop = {plain[0][5], plain[2][3], plain[6][1]}
+    expected = [next((a[: i + 1] for i, t in enumerate(a) if t in stop), a) for a in plain]
+    assert len({len(a) for a in expected}) > 3
+    right = Observed(drafter, script=dict(enumerate(zip(start, plain, strict=True))))
+    for current in (drafter, right):
+        made = generate(target, start, settings(num_speculative_tokens, stop=stop), current)
+        assert made.token_ids == expected
+        assert made.stopped == [a[-1] in stop for a in expected]
+
+
+def test_1_greedy_with_a_trained_drafter(
+    recipe: Recipe, target: Target, vocab: DraftVocab, trained: Trained, text: Text, start: Any, plain: Any
+) -> None:
+    """The trained weights in float64, on the texts they know and on others."""
+    drafter = native.build(recipe.model, target, vocab)
+    drafter.load_state_dict(trained.drafter.state_dict())
+    drafter.eval()
+    known = [*text.prompts, *start]
+    expected = generate(target, known, settings(1)).token_ids
+    for num_speculative_tokens in (1, 4, 7):
+        made = generate(target, known, settings(num_speculative_tokens), drafter)
+        assert made.token_ids == expected
+        assert 0 < made.stats.acceptance_rate < 1
+
+
+# 2. The sampled joint law is the target's.
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, FILTERED], ids=["temperature", "top-k-top-p"])
+def test_2_sampled_joint_law_is_the_targets(sampling: SamplingParams, small_target: Target, small_drafter: Any) -> None:
+    assert sampled_p_value(small_target, small_drafter, sampling) > LEAST_P_VALUE
+
+
+# 3. Training's `unroll` computes what `propose` does.
+
+
+def skip_untrained(recipe: Recipe) -> None:
+    if not recipe.training:
+        pytest.skip("this drafter is not trained")
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_3_unroll_is_propose_at_every_length(
+    sampling: SamplingParams, recipe: Recipe, target: Target, drafter: Any, start: Any, plain: Any
+) -> None:
+    skip_untrained(recipe)
+    text = [*start[1], *plain[1]]
+    propose_at_every_length(target, drafter, text, 5, sampling, [check_draft, check_unroll])
+
+
+def test_3_unroll_is_propose_through_greedy_rounds(recipe: Recipe, target: Target, drafter: Any, start: Any) -> None:
+    skip_untrained(recipe)
+    _, seen = generate_observed(target, drafter, start, settings(4), [check_draft, check_unroll])
+    assert seen.proposals > 5 and seen.committed_counts == {1, 2, 3, 4, 5}
+
+
+def test_3_unroll_is_propose_through_sampled_rounds(recipe: Recipe, small_target: Target, small_drafter: Any) -> None:
+    skip_untrained(recipe)
+    start = prompts(LENGTHS, 5, seed=1)
+    checks = [check_draft, check_unroll]
+    _, seen = generate_observed(small_target, small_drafter, start, settings(3, SAMPLED), checks)
+    assert seen.proposals > 5 and seen.committed_counts == {1, 2, 3, 4}
+
+
+# 4. Cache truncation is recomputation.
+
+
+def test_4_running_state_is_a_fresh_one_greedy(target: Target, drafter: Any, start: Any) -> None:
+    _, seen = generate_observed(target, drafter, start, settings(4), [check_fresh])
+    assert seen.proposals > 5 and seen.committed_counts == {1, 2, 3, 4, 5}
+
+
+def test_4_running_state_is_a_fresh_one_sampled(small_target: Target, small_drafter: Any) -> None:
+    start = prompts(LENGTHS, 5, seed=1)
+    _, seen = generate_observed(small_target, small_drafter, start, settings(3, SAMPLED), [check_fresh])
+    assert seen.proposals > 5 and seen.committed_counts == {1, 2, 3, 4}
+
+
+# 5. What was saved is what is loaded.
+
+
+@pytest.fixture
+def folder(recipe: Recipe, target: Target, drafter: Any, tmp_path: Path) -> Path:
+    described = native.Export(
+        name="some", model=recipe.model, target={"name": target.name, "fingerprint": target.fingerprint},
+        num_speculative_tokens=4, provenance={},
+    )  # fmt: skip
+    native.save(drafter, described, drafter.vocab, tmp_path / "export", "card")
+    return tmp_path / "export"
+
+
+def test_5_a_reloaded_drafter_proposes_the_same(folder: Path, target: Target, drafter: Any, start: Any) -> None:
+    torch.manual_seed(99)  # nothing may come from what the new object starts with
+    loaded = native.load(folder, target)
+    assert loaded.vocab.size == drafter.vocab.size
+    for sampling in (GREEDY, SAMPLED):
+        logits, tokens = [], []
+        for current in (drafter, loaded):
+            with recorded_logits(current) as found:
+                tokens.append(generate(target, start, DecodeSettings(8, 4, sampling), current).token_ids)
+            logits.append(found)
+        assert tokens[0] == tokens[1]
+        assert len(logits[0]) == len(logits[1]) > 0
+        assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
+
+
+def test_5_every_tensor_is_wanted_and_every_parameter_filled(folder: Path, target: Target, drafter: Any) -> None:
+    path = folder / "model.safetensors"
+    saved = load_file(path)
+    assert saved.keys() == drafter.state_dict().keys() | ({"d2t"} if drafter.vocab.reduced else set())
+    for name, tensor in saved.items():
+        others = {k: t for k, t in saved.items() if k != name}
+        broken = {
+            "missing": others,
+            "renamed": others | {f"{name}_": tensor},
+            "unknown": saved | {f"{name}_": tensor.clone()},
+            "shape": others | {name: torch.cat([tensor, tensor])},
+        }
+        if tensor.is_floating_point():
+            bad = tensor.clone()
+            bad.view(-1)[-1] = float("nan")
+            broken["nan"] = others | {name: bad}
+        if tensor.dim() == 2 and tensor.shape[0] != tensor.shape[1]:
+            broken["transposed"] = others | {name: tensor.t().contiguous()}
+        for what, tensors in broken.items():
+            save_file(tensors, path)
+            with pytest.raises(UserError) as error:
+                native.load(folder, target)
+            assert name in str(error.value), what
+            if what == "unknown" or (what == "renamed" and name != "d2t"):
+                assert f"{name}_" in str(error.value)
+
+
+# 6. A drafter can memorise.
+
+
+def test_6_a_trained_drafter_is_accepted_on_what_it_was_trained_on(trained: Trained) -> None:
+    assert trained.acceptance_rate > LEAST_ACCEPTANCE, f"{trained.acceptance_rate:.3f} after {trained.steps} steps"

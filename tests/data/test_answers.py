@@ -1,0 +1,105 @@
+"""Answers of the target: what a row holds, that a kill loses nothing finished, and that stale ones are refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from data import answers
+from data.answers import AnswerSettings, build_answers, context_ids, describe, open_answers
+from data.prompts import Prompt
+from engine.loop import DecodeSettings, generate
+from models.errors import UserError
+from models.target import Target
+from tests.data.test_template import PLAIN, with_template
+
+PROMPTS = [
+    Prompt((text,), continuation=True)
+    for text in ("import os\n", "def main(", "class A:\n    def", "for i in", "return self.", "try:\n    x")
+]
+SETTINGS = AnswerSettings(max_new_tokens=12, chunk_size=2, seed=3)
+
+
+def test_a_row_is_the_prompt_and_the_targets_own_answer(tiny: Target, tmp_path: Path) -> None:
+    rows = build_answers(tiny, PROMPTS, SETTINGS, tmp_path)
+    assert rows["prompt_id"] == [p.id for p in PROMPTS]
+    for row, prompt in zip(rows, PROMPTS, strict=True):
+        context = context_ids(tiny, prompt)
+        (alone,) = generate(tiny, [context], DecodeSettings(max_new_tokens=12)).token_ids
+        assert row["token_ids"] == context + alone
+        assert row["loss_mask"] == [0] * len(context) + [1] * len(alone)
+
+
+def test_finished_answers_are_reused_and_a_kill_between_chunks_changes_nothing(
+    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = replace(SETTINGS, temperature=1.0)
+    whole = build_answers(tiny, PROMPTS, sampled, tmp_path / "whole").to_list()
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(answers, "generate", counted)
+    with pytest.raises(KeyboardInterrupt):
+        build_answers(tiny, PROMPTS, sampled, tmp_path / "killed")
+    assert build_answers(tiny, PROMPTS, sampled, tmp_path / "killed").to_list() == whole
+    assert len(calls) == 4  # three chunks, one of them twice
+    assert build_answers(tiny, PROMPTS, sampled, tmp_path / "killed").to_list() == whole
+    assert len(calls) == 4
+
+
+def test_other_settings_prompts_or_weights_make_another_data_set(tiny: Target, tmp_path: Path) -> None:
+    build_answers(tiny, PROMPTS, SETTINGS, tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert len(open_answers(folder, describe(tiny, PROMPTS, SETTINGS))) == len(PROMPTS)
+    for prompts, settings, what in [
+        (PROMPTS[:-1], SETTINGS, "prompts, num_prompts"),
+        (PROMPTS, replace(SETTINGS, temperature=0.5), "settings"),
+    ]:
+        with pytest.raises(UserError, match=f"made with another {what}"):
+            open_answers(folder, describe(tiny, prompts, settings))
+    with pytest.raises(UserError, match="made with another weights"):
+        open_answers(folder, describe(tiny, PROMPTS, SETTINGS) | {"weights": "other"})
+    with pytest.raises(UserError, match="holds no finished answers"):
+        open_answers(tmp_path / "nowhere")
+
+
+def test_every_turn_is_answered_in_the_context_of_the_answers_before(tiny: Target, tmp_path: Path) -> None:
+    target = with_template(tiny, PLAIN)
+    prompt = Prompt(("import what?", "and then?"), system="code")
+    rows = build_answers(target, [prompt], SETTINGS, tmp_path).to_list()
+    assert [row["turn"] for row in rows] == [0, 1]
+    said = [t for t, m in zip(rows[0]["token_ids"], rows[0]["loss_mask"], strict=True) if m]
+    text = target.tokenizer.decode(said, skip_special_tokens=True)
+    context = target.tokenizer.decode(context_ids(target, prompt, (text,)))
+    assert context == f"<system>code\n<user>import what?\n<assistant>{text}<|endoftext|>\n<user>and then?\n<assistant>"
+    second = [t for t, m in zip(rows[1]["token_ids"], rows[1]["loss_mask"], strict=True) if not m]
+    assert target.tokenizer.decode(second) == context
+
+
+def test_given_answers_are_masked_by_the_template(tiny: Target, tmp_path: Path) -> None:
+    target = with_template(tiny, PLAIN)
+    settings = replace(SETTINGS, answers="given")
+    rows = build_answers(target, [Prompt(("a?",), answers=("b.",))], settings, tmp_path).to_list()
+    said = [t for t, m in zip(rows[0]["token_ids"], rows[0]["loss_mask"], strict=True) if m]
+    assert target.tokenizer.decode(said) == "b.<|endoftext|>"
+    with pytest.raises(UserError, match="has no answer"):
+        build_answers(target, [Prompt(("a?",))], settings, tmp_path)
+    with pytest.raises(UserError, match="choose target or given"):
+        AnswerSettings(answers="mine")
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(
+    tiny: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = Prompt(("x = 1\n" * 50,), continuation=True)
+    settings = replace(SETTINGS, max_prompt_tokens=30)
+    rows = build_answers(tiny, [*PROMPTS, long], settings, tmp_path)
+    assert rows["prompt_id"] == [p.id for p in PROMPTS]
+    assert "1 of 7 prompts are longer" in capsys.readouterr().out
+    with pytest.raises(UserError, match="Every prompt is longer"):
+        build_answers(tiny, [long], settings, tmp_path)

@@ -1,0 +1,93 @@
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+
+from data.features import FeatureCache
+from data.loader import StepBatches, step_loader
+from models.errors import UserError
+from models.target import Target
+
+
+def rows_of(lengths: list[int], prompt: int = 2) -> datasets.Dataset:
+    return datasets.Dataset.from_list(
+        [
+            {
+                "token_ids": [(7 * i + j) % 50 for j in range(n)],
+                "loss_mask": [0] * min(prompt, n) + [1] * max(0, n - prompt),
+            }
+            for i, n in enumerate(lengths)
+        ]
+    )
+
+
+def test_a_batch_is_its_rows_padded_on_the_right() -> None:
+    rows = rows_of([5, 3, 8])
+    batch = StepBatches(rows, batch_size=3, max_tokens=6, seed=0)[0]
+    assert batch.token_ids.shape == batch.loss_mask.shape == (3, 6)
+    by_start = {ids[0]: (ids, mask) for ids, mask in zip(rows["token_ids"], rows["loss_mask"], strict=True)}
+    assert sorted(batch.token_ids[:, 0].tolist()) == sorted(by_start)
+    for ids, mask, length in zip(*(t.tolist() for t in batch[:3]), strict=True):
+        true_ids, true_mask = by_start[ids[0]]
+        assert length == min(6, len(true_ids))
+        assert ids == true_ids[:6] + [0] * (6 - length)
+        assert mask == [bool(m) for m in true_mask[:6]] + [False] * (6 - length)
+
+
+def test_every_row_is_seen_once_per_epoch_in_a_new_order_each_time() -> None:
+    batches = StepBatches(rows_of([4] * 10), batch_size=4, max_tokens=8, seed=1)
+    seen = [int(row[0]) for step in range(10) for row in batches[step].token_ids]  # 40 rows: four epochs
+    epochs = [seen[i : i + 10] for i in range(0, 40, 10)]
+    assert all(sorted(epoch) == sorted(set(seen)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_a_resumed_loader_continues_exactly() -> None:
+    batches = StepBatches(rows_of([4, 5, 6, 7, 8]), batch_size=2, max_tokens=8, seed=1)
+    whole = [batch.token_ids.tolist() for batch in step_loader(batches, 0, 9)]
+    resumed = [batch.token_ids.tolist() for batch in step_loader(batches, 4, 9)]
+    assert resumed == whole[4:]
+    other = StepBatches(rows_of([4, 5, 6, 7, 8]), batch_size=2, max_tokens=8, seed=2)
+    assert [batch.token_ids.tolist() for batch in step_loader(other, 0, 9)] != whole
+
+
+def test_what_is_cut_is_counted_and_hopeless_masks_are_refused() -> None:
+    assert StepBatches(rows_of([5, 3, 8]), 1, 4, 0).truncated == 2
+    with pytest.raises(UserError, match="mask is 0 everywhere"):
+        StepBatches(rows_of([5, 5], prompt=3), 1, 3, 0)
+    with pytest.raises(UserError, match="mask is 1 everywhere"):
+        StepBatches(rows_of([5, 5], prompt=0), 1, 5, 0)
+
+
+def test_token_counts_count_answers_only() -> None:
+    batches = StepBatches(rows_of([5, 3]), 1, 8, 0)  # rows 0 1 [2 3 4] and 7 8 [9]
+    assert batches.token_counts(12).tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0]
+
+
+def test_cached_states_are_the_targets_own_and_survive_a_restart(tiny: Target, tmp_path: Path) -> None:
+    rows = [[(11 * i + j) % 2048 for j in range(4 + i % 7)] for i in range(40)]
+    layers = (2, -1)
+    cache = FeatureCache.build(tiny, rows, layers, tmp_path)
+    for index in (0, 17, 39):
+        with torch.no_grad():
+            expected = tiny(torch.tensor([rows[index]]), capture_layers=layers).hidden
+        torch.testing.assert_close(cache[index], expected[0], rtol=1e-4, atol=1e-5)
+    (folder,) = tmp_path.iterdir()
+    files = sorted(folder.iterdir())
+    before = [cache[i] for i in range(40)]
+    files[1].unlink()  # as if killed before it was written
+    again = FeatureCache.build(tiny, rows, layers, tmp_path)
+    assert all(torch.equal(a, again[i]) for i, a in enumerate(before))
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
+    with pytest.raises(UserError, match="hidden_states=online"):
+        FeatureCache.build(tiny, [[1, 2, 3]], (-1,), tmp_path)
+    assert not list(tmp_path.rglob("*.safetensors"))

@@ -1,0 +1,145 @@
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from data.prompts import (
+    BUILTIN,
+    Prompt,
+    PromptFile,
+    SplitSizes,
+    StandardLibrary,
+    parse_row,
+    read_prompts,
+    split_prompts,
+)
+from data.stdlib import documents, split_of
+from models.errors import UserError
+from models.target import Target
+
+
+def test_every_known_layout_gives_the_same_prompt() -> None:
+    expected = Prompt(("Hello?", "And then?"), category="chat")
+    rows = [
+        {"turns": ["Hello?", "And then?"], "category": "chat", "question_id": 1, "reference": ["x"]},
+        {
+            "messages": [
+                {"role": "user", "content": "Hello?"},
+                {"role": "assistant", "content": "Hi."},
+                {"role": "user", "content": "And then?"},
+            ],
+            "category": "chat",
+        },
+        {
+            "conversations": [
+                {"from": "human", "value": "Hello?"},
+                {"from": "gpt", "value": "Hi."},
+                {"from": "human", "value": "And then?"},
+            ],
+            "category": "chat",
+        },
+    ]
+    parsed = [parse_row(row, "here") for row in rows]
+    assert [p.turns for p in parsed] == [expected.turns] * 3
+    assert {p.id for p in parsed} == {expected.id}
+    assert [p.answers for p in parsed] == [(), ("Hi.",), ("Hi.",)]
+    assert {p.category for p in parsed} == {"chat"}
+
+
+def test_a_system_message_is_kept_and_makes_another_prompt() -> None:
+    plain = parse_row({"messages": [{"role": "user", "content": "a"}]}, "here")
+    told = parse_row({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]}, "here")
+    assert (plain.system, told.system) == (None, "s")
+    assert plain.id != told.id
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("{not json", "not valid JSON"),
+        ("[1, 2]", "expected a JSON object, found list"),
+        ('{"text": "x"}', "no 'prompt', 'turns', 'messages' or 'conversations' (found: text)"),
+        ('{"prompt": 3}', "'prompt' must hold text"),
+        ('{"prompt": "  "}', "not be empty"),
+        ('{"turns": []}', "'turns' must hold text"),
+        ('{"messages": [{"role": "user"}]}', "messages[0] needs 'role' and 'content'"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "unknown role 'robot'"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "do not take turns"),
+        ('{"messages": [{"role": "system", "content": "x"}]}', "holds no user turn"),
+        ('{"conversations": [{"from": "human", "value": "a"}, {"from": "human", "value": "b"}]}', "do not take turns"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, what: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n\n' + line + "\n")
+    with pytest.raises(UserError) as error:
+        list(read_prompts(path))
+    assert f"{path}, line 3" in str(error.value)
+    assert what in str(error.value)
+
+
+def test_a_missing_and_an_empty_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"Cannot read .*nowhere\.jsonl"):
+        list(read_prompts(tmp_path / "nowhere.jsonl"))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="holds no prompts"):
+        list(read_prompts(tmp_path / "empty.jsonl"))
+
+
+def test_splits_are_disjoint_deduplicated_and_filled_in_order() -> None:
+    prompts = [Prompt((f"question {i // 2}",)) for i in range(40)]  # each twice
+    prompts += [Prompt((f"  question   {i} ",)) for i in range(20)]  # and once more, spaced differently
+    splits = split_prompts(prompts, SplitSizes(train=12, validation=3, test=5))
+    ids = [p.id for split in splits.values() for p in split]
+    assert {name: len(split) for name, split in splits.items()} == {"train": 12, "validation": 3, "test": 5}
+    assert len(set(ids)) == len(ids) == 20
+
+
+def test_a_split_set_by_the_source_is_kept() -> None:
+    prompts = [Prompt((str(i),), split=("train", "test", "validation")[i % 3]) for i in range(30)]
+    splits = split_prompts(prompts, SplitSizes(10, 10, 10))
+    assert all(p.split == name for name, split in splits.items() for p in split)
+    with pytest.raises(UserError, match=r"10 are left for the split 'train', which wants 11"):
+        split_prompts(prompts, SplitSizes(11, 1, 1))
+
+
+def test_the_builtin_set_has_ten_prompts_in_each_of_seven_categories() -> None:
+    prompts = list(read_prompts(BUILTIN))
+    assert Counter(p.category for p in prompts) == dict.fromkeys(
+        ("chat", "code", "math", "summary", "translation", "question_answering", "retrieval"), 10
+    )
+    assert len({p.id for p in prompts}) == 70
+    assert sum(len(p.turns) > 1 for p in prompts) >= 3
+
+
+def test_documents_are_split_by_name_and_read_the_same_twice() -> None:
+    names = [(d.name, d.split) for d in documents()]
+    assert names == [(d.name, d.split) for d in documents()]
+    assert all(split == split_of(name) for name, split in names)
+    counts = Counter(split for _, split in names)
+    assert 0.8 < counts["train"] / len(names) < 0.97
+    assert min(counts["test"], counts["validation"]) > 10
+    assert {name for name, _ in names} >= {"argparse.py", "topics/for"}
+    assert not any("/test/" in name or name.startswith("test/") for name, _ in names)
+    assert [d.name for d in documents("test")] == [name for name, split in names if split == "test"]
+    with pytest.raises(ValueError, match="unknown split 'dev'"):
+        next(documents("dev"))
+
+
+def test_standard_library_prompts_are_seeded_openings_of_their_documents(tiny: Target) -> None:
+    source = StandardLibrary(min_tokens=8, max_tokens=24)
+    prompts = source.prompts(tiny, 100, seed=1)
+    assert prompts == source.prompts(tiny, 100, seed=1)
+    assert prompts != source.prompts(tiny, 100, seed=2)
+    texts = {d.split: "\0".join(x.text for x in documents(d.split)) for d in documents()}
+    for prompt in prompts[:200]:
+        assert prompt.continuation
+        assert prompt.split is not None and prompt.turns[0] in texts[prompt.split]
+    assert {p.category for p in prompts} == {"code", "docs"}
+
+
+def test_prompt_file_keeps_the_order_of_its_rows(tmp_path: Path, tiny: Target) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(5)))
+    assert [p.turns[0] for p in PromptFile(str(path)).prompts(tiny, 5, 0)] == [f"number {i}" for i in range(5)]

@@ -1,0 +1,97 @@
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from data.resumable import run_chunks
+from models.errors import UserError
+from models.files import atomic_folder, explain_disk_errors, write_text
+
+
+def rows_of(chunk: int) -> list[dict[str, int]]:
+    return [{"chunk": chunk, "row": i} for i in range(chunk + 1)]
+
+
+def test_finished_chunks_are_never_done_again(tmp_path: Path) -> None:
+    log, calls = tmp_path / "a" / "log.jsonl", []
+
+    def work(chunk: int) -> list[dict[str, int]]:
+        calls.append(chunk)
+        if chunk == 2 and calls.count(2) == 1:
+            raise KeyboardInterrupt
+        return rows_of(chunk)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_chunks(log, 4, work, lambda chunk, rows: None)
+    told = []
+    rows = run_chunks(log, 4, work, lambda chunk, rows: told.append((chunk, rows)))
+    assert calls == [0, 1, 2, 2, 3]
+    assert rows == [row for chunk in range(4) for row in rows_of(chunk)]
+    assert told == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20])
+def test_a_line_cut_by_a_kill_is_done_again(tmp_path: Path, cut: int) -> None:
+    log = tmp_path / "log.jsonl"
+    expected = run_chunks(log, 3, rows_of, lambda *_: None)
+    whole = log.read_bytes()
+    log.write_bytes(whole[:-cut])
+    calls = []
+
+    def work(chunk: int) -> list[dict[str, int]]:
+        calls.append(chunk)
+        return rows_of(chunk)
+
+    assert run_chunks(log, 3, work, lambda *_: None) == expected
+    assert calls == [2]
+    assert log.read_bytes() == whole
+    assert [json.loads(line)["chunk"] for line in whole.splitlines()] == [0, 1, 2]
+
+
+def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log.jsonl"
+    run_chunks(log, 2, rows_of, lambda *_: None)
+    before = log.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match=r"log\.jsonl.*the disk is full"):
+        run_chunks(log, 3, rows_of, lambda *_: None)
+    assert log.read_bytes() == before
+
+
+def test_no_permission_is_one_sentence() -> None:
+    with pytest.raises(UserError, match="no permission to write there"), explain_disk_errors(Path("somewhere")):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    with atomic_folder(folder) as temporary:
+        (temporary / "a").write_text("1")
+        assert not folder.exists()
+    with pytest.raises(RuntimeError), atomic_folder(folder) as temporary:
+        (temporary / "a").write_text("2")
+        raise RuntimeError
+    assert (folder / "a").read_text() == "1"
+    with atomic_folder(folder) as temporary:
+        (temporary / "b").write_text("3")
+    assert [p.name for p in folder.iterdir()] == ["b"]
+    assert [p.name for p in tmp_path.iterdir()] == ["export"]
+
+
+def test_a_text_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x" / "report.json"
+    write_text(path, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match="disk is full"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in path.parent.iterdir()] == ["report.json"]
