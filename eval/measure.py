@@ -12,7 +12,7 @@ import torch
 from data.answers import context_ids
 from data.progress import Progress
 from data.prompts import Prompt
-from engine.loop import DecodeSettings, Generation, generate
+from engine.loop import DecodeSettings, Generation, check_prompts, generate
 from engine.stats import DecodingStats
 from models.target import Target
 from models.types import Drafter
@@ -99,15 +99,19 @@ def measure(
 
     Later turns of a prompt continue the answers of plain decoding, so that both read the same contexts.
     """
+    contexts = [context_ids(target, prompt) for prompt in prompts]
+    check_prompts(target, contexts)
     result = Measurement.empty(settings, [p.category for p in prompts])
     for warm in (None, drafter):  # first calls allocate and choose kernels
-        generate(target, [context_ids(target, prompts[0])], replace(settings, max_new_tokens=8), warm)
+        generate(target, contexts[:1], replace(settings, max_new_tokens=8), warm)
     with Progress(f"measuring at temperature {settings.sampling.temperature:g}", len(prompts)) as progress:
         for index, prompt in enumerate(prompts):
             same = True
             answers: tuple[str, ...] = ()
             for _ in prompt.turns:
                 context = context_ids(target, prompt, answers)
+                if len(context) >= target.max_positions:
+                    break  # the conversation has filled the context
                 plain, speculative = _in_turns(target, drafter, context, settings, repeats, index)
                 _add(result, index, plain, speculative)
                 if settings.sampling.greedy and plain.token_ids != speculative.token_ids:

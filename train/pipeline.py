@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hydra.errors
 import hydra.utils
 import lightning
 import torch
@@ -19,7 +20,7 @@ from data.answers import AnswerSettings, build_answers, context_ids, describe, f
 from data.features import FeatureCache
 from data.loader import StepBatches, step_loader
 from data.prompts import Prompt, PromptSource, SplitSizes, split_prompts
-from engine.loop import DecodeSettings, generate
+from engine.loop import DecodeSettings, check_prompts, generate
 from eval.acceptance import write_report
 from eval.measure import Measurement, measure
 from eval.provenance import provenance
@@ -50,15 +51,40 @@ def open_target(options: dict[str, Any]) -> Target:
     arguments = dict(options["target"])
     if arguments["device"] == "auto" and options["trainer"]["accelerator"] == "cpu":
         arguments["device"] = "cpu"
-    target: Target = hydra.utils.instantiate(arguments)
+    target: Target = _instantiate(arguments)
     return target
+
+
+def _instantiate(config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Build what `_target_` names; its own errors come through as they are, not wrapped by Hydra."""
+    try:
+        return hydra.utils.instantiate(config, *args, **kwargs)
+    except hydra.errors.InstantiationException as error:
+        if isinstance(error.__cause__, UserError | ModuleNotFoundError):
+            raise error.__cause__ from None
+        raise
+
+
+def check_options(options: dict[str, Any], target: Target) -> None:
+    """Refuse senseless settings before the long work: everything that the run will build is built once and dropped."""
+    fit = options["fit"]
+    if fit["hidden_states"] not in ("cached", "online"):
+        raise UserError(f"fit.hidden_states is {fit['hidden_states']!r}: choose cached or online.")
+    for key in ("max_steps", "batch_size", "checkpoint_every", "evaluate_every", "validation_prompts"):
+        if fit[key] < 1:
+            raise UserError(f"fit.{key} is {fit[key]}: it must be at least 1.")
+    for temperature in options["measure"]["temperatures"]:
+        decode_settings(options, float(temperature))
+    AnswerSettings(**options["data"]["answers"])
+    vocab = DraftVocab(target.vocab_size)
+    _training_module(options, target, native.build(options["drafter"]["model"], target, vocab))
 
 
 def prepare_data(options: dict[str, Any], target: Target) -> Prepared:
     """Collect prompts, split them, and let the target answer those for training."""
     data = options["data"]
     sizes = SplitSizes(**data["sizes"])
-    source: PromptSource = hydra.utils.instantiate(data["source"])
+    source: PromptSource = _instantiate(data["source"])
     splits = split_prompts(source.prompts(target, sizes.total, options["seed"]), sizes)
     settings = AnswerSettings(**data["answers"], seed=options["seed"])
     rows = build_answers(target, splits["train"], settings, Path(data["folder"]))
@@ -85,14 +111,10 @@ def build_drafter(options: dict[str, Any], target: Target, batches: StepBatches)
 def fit(options: dict[str, Any], target: Target, drafter: Any, data: Prepared, run: Path) -> None:
     """Train, measuring val/block_efficiency in the engine, and leave the weights that were best at that."""
     settings = options["fit"]
-    if settings["hidden_states"] not in ("cached", "online"):
-        raise UserError(f"fit.hidden_states is {settings['hidden_states']!r}: choose cached or online.")
     if settings["hidden_states"] == "cached" and drafter.capture_layers:
         root = Path(options["data"]["folder"])
         data.batches.cache = FeatureCache.build(target, data.batches.token_ids, drafter.capture_layers, root)
-    module = hydra.utils.instantiate(
-        options["drafter"]["training"], drafter, target, max_steps=settings["max_steps"], seed=options["seed"]
-    )
+    module = _training_module(options, target, drafter)
     checkpoints = run / "checkpoints"
     prompts = [context_ids(target, p) for p in data.validation[: settings["validation_prompts"]]]
     measured = BlockEfficiency(
@@ -105,7 +127,7 @@ def fit(options: dict[str, Any], target: Target, drafter: Any, data: Prepared, r
         **options["trainer"],
         max_steps=settings["max_steps"],
         max_epochs=-1,
-        logger=hydra.utils.instantiate(options["logger"], save_dir=str(run)),
+        logger=_logger(options, run),
         callbacks=[measured, TrainingProgress(measured), LearningRateMonitor("step"), last],
         plugins=[AtomicCheckpoints()],
         default_root_dir=run,
@@ -117,11 +139,26 @@ def fit(options: dict[str, Any], target: Target, drafter: Any, data: Prepared, r
     resume = checkpoints / "last.ckpt"
     per_step = options["trainer"]["accumulate_grad_batches"]
     loader = step_loader(data.batches, per_step * _steps_done(resume), per_step * settings["max_steps"])
-    trainer.fit(module, loader, ckpt_path=str(resume) if resume.exists() else None)
-    if trainer.interrupted:
-        raise KeyboardInterrupt
+    try:
+        trainer.fit(module, loader, ckpt_path=str(resume) if resume.exists() else None)
+    except SystemExit:  # what Lightning makes of Ctrl-C
+        if trainer.interrupted:
+            raise KeyboardInterrupt from None
+        raise
     drafter.load_state_dict(native.read_tensors(measured.best))
     drafter.to(target.device).eval()  # Lightning left it on the CPU
+
+
+def _training_module(options: dict[str, Any], target: Target, drafter: Any) -> Any:
+    settings = options["drafter"]["training"]
+    return _instantiate(settings, drafter, target, max_steps=options["fit"]["max_steps"], seed=options["seed"])
+
+
+def _logger(options: dict[str, Any], run: Path) -> Any:
+    try:
+        return _instantiate(options["logger"], save_dir=str(run))
+    except ModuleNotFoundError as error:
+        raise UserError('logger=wandb needs a package: pip install "draftsmith[wandb]".') from error
 
 
 def _steps_done(checkpoint: Path) -> int:
@@ -186,7 +223,9 @@ def run_job(options: dict[str, Any], target: Target, run: Path) -> None:
     """Everything from prompts to the acceptance table, in the folder `run`."""
     quiet_lightning()
     print(f"target {target.name!r}, run folder {run}")
+    check_options(options, target)
     data = prepare_data(options, target)
+    check_prompts(target, [context_ids(target, prompt) for prompt in data.validation + data.test])
     drafter = build_drafter(options, target, data.batches)
     fit(options, target, drafter, data, run)
     folder = run / "export"
