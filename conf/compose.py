@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from models.errors import UserError
 
 ROOT = Path(__file__).parent
+GROUPS_TO_ADD = ("drafter",)  # groups without a default
 
 
 def main(config_name: str, job: Callable[[DictConfig], None]) -> None:
@@ -25,13 +27,16 @@ def main(config_name: str, job: Callable[[DictConfig], None]) -> None:
     A user's mistake ends the process with its sentence and exit code 2; anything unexpected with code 1, and its
     traceback under `debug=true`; an interruption with 130.
     """
-    overrides = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
+    arguments = [a for a in sys.argv[1:] if not a.startswith("-")]
     try:
-        _explain_overrides(config_name, overrides)
+        if not {"-m", "--multirun"}.intersection(sys.argv):  # there, a value may be a list of values to try
+            _explain_overrides(config_name, arguments)
     except UserError as error:
         _fail(str(error), 2)
 
     def guarded(config: DictConfig) -> None:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("models").setLevel(logging.INFO)  # what takes long while a target is fetched
         try:
             job(config)
         except UserError as error:
@@ -79,6 +84,8 @@ def _explain_overrides(config_name: str, overrides: list[str]) -> None:
         for override in overrides:
             if override.lstrip("+~").startswith("hydra"):
                 continue
+            if "=" not in override and not override.startswith("~"):
+                raise UserError(f"{override!r} is no setting: write NAME=VALUE.")
             try:
                 hydra.compose(config_name, overrides=[*good, override])
                 good.append(override)
@@ -95,6 +102,8 @@ def _explain_overrides(config_name: str, overrides: list[str]) -> None:
 def _reason(override: str, error: Exception, known: list[str]) -> str:
     key = re.split(r"[=@]", override.lstrip("+~"))[0]
     text = str(error)
+    if key in GROUPS_TO_ADD and not override.startswith("+"):
+        return f"Write +{override}: {key!r} is added, not overridden."
     if "is not in struct" in text or "Could not override" in text or "Could not find" in text:
         return f"There is no setting {key!r}.{_nearest(key, known)}"
     if "Multiple values" in text:

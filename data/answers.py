@@ -21,7 +21,7 @@ from data.resumable import run_chunks
 from data.template import encode_conversation, encode_prompt, messages_of
 from engine.loop import DecodeSettings, generate
 from models.errors import UserError
-from models.files import atomic_folder, explain_disk_errors
+from models.files import atomic_folder, write_text
 from models.sampling import SamplingParams
 from models.target import Target
 
@@ -43,6 +43,10 @@ class AnswerSettings:
     def __post_init__(self) -> None:
         if self.answers not in ("target", "given"):
             raise UserError(f"data.answers.answers is {self.answers!r}: choose target or given.")
+        for name in ("max_new_tokens", "max_prompt_tokens", "chunk_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"data.answers.{name} is {getattr(self, name)}: it must be at least 1.")
+        SamplingParams(self.temperature, top_p=self.top_p)
 
 
 def build_answers(target: Target, prompts: list[Prompt], settings: AnswerSettings, root: Path) -> datasets.Dataset:
@@ -55,9 +59,7 @@ def build_answers(target: Target, prompts: list[Prompt], settings: AnswerSetting
     folder = root / f"answers-{fingerprint(manifest)}"
     if (folder / "dataset").exists():
         return open_answers(folder, manifest)
-    with explain_disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    write_text(folder / "manifest.json", json.dumps(manifest, indent=1))
     make = _given_rows if settings.answers == "given" else _generated_rows
     rows = make(target, prompts, settings, folder)
     if not any(sum(row["loss_mask"]) for row in rows):
@@ -80,7 +82,7 @@ def open_answers(folder: Path, manifest: dict[str, Any] | None = None) -> datase
         if different:
             raise UserError(
                 f"The answers in {str(folder)!r} were made with another {', '.join(different)}: "
-                "they are not what this target would say. Leave data.folder out, or delete that folder."
+                "they are not what this target would say. Leave data.reuse out to make new ones."
             )
     return rows
 
@@ -88,7 +90,8 @@ def open_answers(folder: Path, manifest: dict[str, Any] | None = None) -> datase
 def describe(target: Target, prompts: list[Prompt], settings: AnswerSettings) -> dict[str, Any]:
     """Everything that the answers depend on."""
     template = getattr(target.tokenizer, "chat_template", None) or ""
-    asked = json.dumps([[p.id, p.answers if settings.answers == "given" else ()] for p in prompts])
+    given = settings.answers == "given"
+    asked = json.dumps([[p.turns, p.system, p.continuation, p.answers if given else ()] for p in prompts])
     return {
         "format": FORMAT,
         "target": target.fingerprint,
@@ -109,7 +112,7 @@ def fingerprint(manifest: dict[str, Any]) -> str:
 def context_ids(target: Target, prompt: Prompt, answers: tuple[str, ...] = ()) -> list[int]:
     """Token ids that the target reads before it says its next answer."""
     if prompt.continuation:
-        return target.encode(prompt.turns[0])
+        return target.encode(prompt.turns[0], special_tokens=True)
     turns = prompt.turns[: len(answers) + 1]
     return encode_prompt(target, messages_of(turns, answers, prompt.system))
 
@@ -132,9 +135,12 @@ def _generated_rows(
         return _answer_chunk(target, chunks[chunk], settings)
 
     with Progress("answers of the target", len(ordered)) as progress:
-        rows = run_chunks(
-            folder / "answers.jsonl", len(chunks), answer, lambda chunk, made: progress.advance(len(chunks[chunk]))
-        )
+
+        def more(chunk: int, made: list[dict[str, Any]]) -> bool:
+            progress.advance(len(chunks[chunk]))
+            return chunk + 1 < len(chunks)
+
+        rows = run_chunks(folder / "answers.jsonl", answer, more)
     position = {p.id: i for i, p in enumerate(prompts)}
     return sorted(rows, key=lambda row: (position[row["prompt_id"]], row["turn"]))
 
@@ -147,7 +153,8 @@ def _answer_chunk(target: Target, prompts: list[Prompt], settings: AnswerSetting
     for turn in range(max(len(p.turns) for p in prompts)):
         asking = [p for p in prompts if turn < len(p.turns)]
         contexts = {p.id: context_ids(target, p, answers[p.id]) for p in asking}
-        asking = [p for p in asking if len(contexts[p.id]) < target.max_positions]
+        longest = min(settings.max_prompt_tokens, target.max_positions - 1)
+        asking = [p for p in asking if len(contexts[p.id]) <= longest]
         if not asking:
             break
         seeds = [(int(p.id, 16) + settings.seed * 7919 + turn) % 2**40 for p in asking]

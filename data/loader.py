@@ -29,16 +29,23 @@ class Batch(NamedTuple):
 class StepBatches(Dataset[Batch]):
     """The batch of every step: item i holds the rows of step i, in an order shuffled anew each epoch.
 
-    Rows longer than `max_tokens` are cut, and counted in `truncated`. Raises UserError when no row has anything to
+    Rows longer than `max_tokens` are cut, and counted in `truncated`; those left without a single token to learn from
+    are dropped, and counted in `dropped`. Raises UserError when no row has anything to
     learn from, or all masks are 1 throughout, which no prompt with an answer gives.
     """
 
     def __init__(
         self, rows: datasets.Dataset, batch_size: int, max_tokens: int, seed: int, cache: FeatureCache | None = None
     ) -> None:
-        self.token_ids: list[list[int]] = [ids[:max_tokens] for ids in rows["token_ids"]]
-        self.loss_mask: list[list[int]] = [mask[:max_tokens] for mask in rows["loss_mask"]]
+        cut = [
+            (ids[:max_tokens], mask[:max_tokens])
+            for ids, mask in zip(rows["token_ids"], rows["loss_mask"], strict=True)
+        ]
+        kept = [(ids, mask) for ids, mask in cut if any(mask)]
+        self.token_ids: list[list[int]] = [ids for ids, _ in kept]
+        self.loss_mask: list[list[int]] = [mask for _, mask in kept]
         self.truncated = sum(len(ids) > max_tokens for ids in rows["token_ids"])
+        self.dropped = len(cut) - len(kept)
         supervised, total = sum(map(sum, self.loss_mask)), sum(map(len, self.loss_mask))
         if supervised == 0:
             raise UserError(

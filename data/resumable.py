@@ -2,43 +2,52 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from filelock import FileLock
 
 from models.files import explain_disk_errors
 
 
 def run_chunks(
-    log: Path, num_chunks: int, work: Callable[[int], list[dict[str, Any]]], done: Callable[[int, int], None]
+    log: Path, work: Callable[[int], list[dict[str, Any]]], more: Callable[[int, list[dict[str, Any]]], bool]
 ) -> list[dict[str, Any]]:
-    """Return the rows of chunks 0 .. num_chunks − 1, calling `work(chunk)` only for those not yet in the log.
+    """Return the rows of chunks 0, 1, ..., calling `work(chunk)` only for those that are not in the log.
 
-    A chunk's rows are one line, flushed to the disk before the next chunk starts; a line cut by a kill is removed and
-    its chunk done again. `done(chunk, rows)` is called after each chunk, logged ones included.
+    After each chunk, logged ones included, `more(chunk, rows)` says whether there is another. A chunk's rows are one
+    line, flushed to the disk before the next chunk starts; a line cut by a kill is removed and its chunk done again.
     """
-    finished = _read_log(log)
     rows: list[dict[str, Any]] = []
     with explain_disk_errors(log):
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as file:
-            for chunk in range(num_chunks):
+        with FileLock(log.with_suffix(".lock")), log.open("ab", buffering=0) as file:  # two runs may want the same rows
+            finished = _read_log(log)
+            for chunk in count():
                 if chunk not in finished:
                     finished[chunk] = work(chunk)
-                    line = json.dumps({"chunk": chunk, "rows": finished[chunk]}) + "\n"
-                    start = file.tell()
-                    try:
-                        file.write(line.encode())
-                        file.flush()
-                        os.fsync(file.fileno())
-                    except OSError:
-                        os.truncate(log, start)
-                        raise
+                    _append(file, {"chunk": chunk, "rows": finished[chunk]})
                 rows += finished[chunk]
-                done(chunk, len(finished[chunk]))
-    return rows
+                if not more(chunk, finished[chunk]):
+                    return rows
+    raise AssertionError("unreachable: chunks are counted without end")
+
+
+def _append(file: BinaryIO, entry: dict[str, Any]) -> None:
+    start = file.seek(0, os.SEEK_END)
+    try:
+        line = json.dumps(entry).encode() + b"\n"
+        if file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, "cut short")
+        os.fsync(file.fileno())
+    except OSError:
+        os.truncate(file.fileno(), start)
+        raise
 
 
 def _read_log(log: Path) -> dict[int, list[dict[str, Any]]]:

@@ -6,6 +6,8 @@ turn, is a prompt of the kind that it was trained to answer. So no data set is n
 
 from __future__ import annotations
 
+import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,8 @@ _MARK = "\u241fuser text\u241f"
 class SelfSynthesis:
     """Sample user turns of up to `max_tokens`; those that did not end by themselves or are too short are dropped.
 
-    `folder` keeps what was sampled, so that a killed run goes on. `surplus` is how many more are sampled than asked
-    for, to make up for the dropped ones.
+    Sampling goes on until there are enough distinct ones, up to `patience` times as many turns. `folder` keeps what was
+    sampled, so that a killed run goes on.
     """
 
     folder: str
@@ -35,20 +37,21 @@ class SelfSynthesis:
     top_p: float = 0.95
     max_tokens: int = 96
     min_characters: int = 12
-    surplus: float = 1.35
+    patience: float = 8.0
     chunk_size: int = 128
 
     def prompts(self, target: Target, count: int, seed: int) -> list[Prompt]:
-        """Sample prompts in chunks, deduplicated later. Raises UserError for a target without a chat template."""
+        """Sample in chunks. Raises UserError for a target without a chat template, and for one that repeats itself."""
+        most = max(1, math.ceil(self.patience * count / self.chunk_size))
         header, ending = user_frame(target)
         settings = DecodeSettings(
             max_new_tokens=self.max_tokens,
             sampling=SamplingParams(self.temperature, top_p=self.top_p),
             stop_token_ids=target.stop_token_ids | {ending},
         )
-        num_chunks = -(-int(count * self.surplus) // self.chunk_size)
-        name = f"{target.fingerprint}-{target.weights_fingerprint}-{self.temperature}-{self.top_p}-{self.max_tokens}"
-        log = Path(self.folder) / f"self_synthesis-{name}-{self.chunk_size}-{seed}.jsonl"
+        made_from = (target.fingerprint, target.weights_fingerprint, str(target.dtype), header, ending, self, seed)
+        name = hashlib.sha256(repr(made_from).encode()).hexdigest()[:12]
+        log = Path(self.folder) / f"self_synthesis-{name}.jsonl"
 
         def sample(chunk: int) -> list[dict[str, Any]]:
             seeds = [seed * 1_000_003 + chunk * self.chunk_size + i for i in range(self.chunk_size)]
@@ -58,9 +61,21 @@ class SelfSynthesis:
             ]
             return [{"text": text} for text in texts if len(text) >= self.min_characters]
 
-        with Progress("self-synthesised prompts", num_chunks * self.chunk_size) as progress:
-            rows = run_chunks(log, num_chunks, sample, lambda chunk, kept: progress.advance(self.chunk_size))
-        return [Prompt((row["text"],), category="self_synthesis") for row in rows]
+        found: dict[str, Prompt] = {}
+        with Progress("self-synthesised prompts", count) as progress:
+
+            def keep(chunk: int, rows: list[dict[str, Any]]) -> bool:
+                found.update((p.id, p) for p in (Prompt((row["text"],), "self_synthesis") for row in rows))
+                progress.advance(min(len(found), count) - progress.done)
+                return len(found) < count and chunk + 1 < most
+
+            run_chunks(log, sample, keep)
+        if len(found) < count:
+            raise UserError(
+                f"{most * self.chunk_size} turns that {target.name!r} wrote as the user gave {len(found)} distinct "
+                f"prompts, and {count} are wanted: raise data.source.max_tokens, or lower data.sizes."
+            )
+        return list(found.values())
 
 
 def user_frame(target: Target) -> tuple[list[int], int]:

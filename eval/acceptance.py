@@ -10,17 +10,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from conf.compose import main, plain
+from models.errors import UserError
+
+if TYPE_CHECKING:
+    from eval.measure import Measurement
 
 
 def job(config: DictConfig) -> None:
     """Load every export, run the prompts, print and write the result."""
     options = plain(config)
     folders = [Path(f) for f in _as_list(options["export"])]
+    if options["repeats"] < 1:
+        raise UserError(f"repeats is {options['repeats']}: it must be at least 1.")
     from models.checkpoint import native  # heavy imports wait until the command line is known to be right
 
     exports = [native.read(folder) for folder in folders]
@@ -28,11 +34,14 @@ def job(config: DictConfig) -> None:
     from eval.measure import measure
     from eval.prompt_sets import prompt_set
     from eval.table import draw, print_tables
+    from models.files import write_text
     from models.linear import accelerate
     from models.sampling import SamplingParams
     from models.target import load_target
 
     wanted = {**exports[0].target["load"], **{k: v for k, v in options["target"].items() if v is not None}}
+    output = Path(options["output"] or folders[0].parent / f"acceptance-{Path(options['prompts']).stem}")
+    write_text(output / "config.json", json.dumps(options, indent=1) + "\n")  # before the long work: can it be written?
     target = load_target(**wanted)
     drafters = [native.load(folder, target) for folder in folders]
     for frozen in (target, *drafters):
@@ -51,19 +60,30 @@ def job(config: DictConfig) -> None:
             )
             measured.append((name, measure(target, drafter, prompts, settings, repeats=options["repeats"])))
     print_tables(measured)
-    output = Path(options["output"]) if options["output"] else folders[0].parent
-    report = {"config": options, "results": [{"drafter": n, **m.summary()} for n, m in measured]}
-    write_report(report, output)
     draw(measured, output / "acceptance.png")
+    write_report(options, measured, output)
     print(f"wrote {output / 'acceptance.json'} and {output / 'acceptance.png'}")
 
 
-def write_report(report: dict[str, Any], folder: Path) -> None:
-    """Write acceptance.json with provenance, whole or not at all."""
+def write_report(options: dict[str, Any], measured: list[tuple[str, Measurement]], folder: Path) -> None:
+    """Write acceptance.json: the options, every rate with its counts, and provenance; whole or not at all."""
     from eval.provenance import provenance
     from models.files import write_text
 
-    write_text(folder / "acceptance.json", json.dumps({**report, "provenance": provenance()}, indent=1) + "\n")
+    results = [
+        {"drafter": name, **m.summary(), "by_category": m.by_category(), "counts": m.counts()} for name, m in measured
+    ]
+    report = {"config": options, "results": results, "provenance": provenance()}
+    write_text(folder / "acceptance.json", json.dumps(_without_nan(report), indent=1) + "\n")
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON knows no nan: a rate of which nothing was counted is null."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if value != value else value
 
 
 def _as_list(value: Any) -> list[Any]:

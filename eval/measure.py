@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,10 @@ from data.progress import Progress
 from data.prompts import Prompt
 from engine.loop import DecodeSettings, Generation, check_prompts, generate
 from engine.stats import DecodingStats
+from models.sampling import probabilities
 from models.target import Target
 from models.types import Drafter
+from models.vocab import DraftVocab
 
 _RESAMPLES = 2000
 
@@ -31,6 +33,7 @@ class Measurement:
     plain_tokens: np.ndarray  # (P,)
     speculative_s: np.ndarray  # (P,)
     speculative_tokens: np.ndarray  # (P,)
+    ceiling: float = 1.0  # mean mass that the target gives to what the drafter can propose: no α can be above it
     identical: int = 0  # prompts whose greedy answer is plain decoding's, token for token
     near_ties: list[float] = field(default_factory=list)  # gap of the two largest logits where an answer parted
 
@@ -60,6 +63,27 @@ class Measurement:
             self.speculative_tokens[chosen],
         )
 
+    def by_category(self) -> dict[str, dict[str, Any]]:
+        """Block efficiency and speed-up with their intervals, and the acceptance rate, per category."""
+        result = {}
+        for category in sorted(set(self.categories)):
+            part = self.select([i for i, c in enumerate(self.categories) if c == category])
+            result[category] = {
+                "prompts": len(part.categories),
+                "acceptance_rate": part.stats.acceptance_rate,
+                "block_efficiency": part.stats.block_efficiency,
+                "block_efficiency_interval": part.interval(lambda m: m.stats.block_efficiency),
+                "speedup": part.speedup,
+                "speedup_interval": part.interval(lambda m: m.speedup),
+            }
+        return result
+
+    def counts(self) -> dict[str, Any]:
+        """Numerators and denominators of every rate, per prompt."""
+        columns = {f.name: getattr(self.stats, f.name).tolist() for f in fields(self.stats)}
+        times = ("plain_s", "plain_tokens", "speculative_s", "speculative_tokens")
+        return {"category": self.categories, **columns, **{name: getattr(self, name).tolist() for name in times}}
+
     def interval(self, statistic: Callable[[Measurement], float], level: float = 0.95) -> tuple[float, float]:
         """Bootstrap interval of a statistic over prompts (percentiles of resampled prompts, fixed seed)."""
         rng = np.random.default_rng(0)
@@ -84,6 +108,7 @@ class Measurement:
             "speedup": self.speedup,
             "speedup_interval": self.interval(lambda m: m.speedup),
             "draft_utilization": s.draft_utilization,
+            "ceiling": self.ceiling,
             "acceptance_per_position": s.acceptance_per_position,
             "conditional_acceptance": s.conditional_acceptance,
         }
@@ -121,7 +146,24 @@ def measure(
                     answers += (target.decode(plain.token_ids[0]),)
             result.identical += same
             progress.advance(1)
+    if drafter.vocab.reduced:
+        result.ceiling = ceiling(target, drafter.vocab, contexts, settings)
     return result
+
+
+@torch.inference_mode()
+def ceiling(target: Target, vocab: DraftVocab, contexts: list[list[int]], settings: DecodeSettings) -> float:
+    """Mean mass of the target's law inside the draft vocabulary, over the tokens of its own answers to `contexts`."""
+    answers = generate(target, contexts, settings).token_ids
+    inside = torch.zeros(target.vocab_size, dtype=torch.float64, device=target.device)
+    inside[vocab.to_target(torch.arange(vocab.size, device=target.device))] = 1.0
+    mass, count = 0.0, 0
+    for context, answer in zip(contexts, answers, strict=True):
+        ids = torch.tensor([context + answer[:-1]], device=target.device)
+        law = probabilities(target.head(target(ids).last[0, len(context) - 1 :]), settings.sampling)
+        mass += float((law.double() @ inside).sum())
+        count += len(answer)
+    return mass / count
 
 
 def _in_turns(

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.measure import Measurement
+from models.files import replacing
 
 Named = list[tuple[str, Measurement]]
 
@@ -26,6 +27,9 @@ def print_tables(measured: Named, console: Console | None = None) -> None:
     if len({category for _, m in measured for category in m.categories}) > 1:
         console.print(_by_category(measured))
     for name, m in measured:
+        if m.ceiling < 1:
+            at = f"at T = {m.settings.sampling.temperature:g}"
+            console.print(f"{name}: its draft vocabulary holds {m.ceiling:.1%} of the target's mass {at}: α's ceiling")
         if m.settings.sampling.greedy:
             console.print(_identity(name, m))
 
@@ -102,6 +106,6 @@ def draw(measured: Named, path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("acceptance")
     axes[1].legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
     pyplot.close(figure)

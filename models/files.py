@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         number = getattr(error, "errno", None)
-        if number == errno.ENOSPC or "No space left" in str(error):
+        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
             reason = "the disk is full; what was finished before is kept, so free some space and start again"
         elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
             reason = "there is no permission to write there"
@@ -81,3 +82,12 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.rename(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file's content, read piece by piece."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(2**20):
+            digest.update(piece)
+    return digest.hexdigest()

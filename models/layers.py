@@ -178,11 +178,14 @@ class DecoderStack(nn.Module):
             DecoderLayer(config, index, input_norm=first_input_norm or index > 0)
             for index in range(config.num_hidden_layers)
         )
-        self.rotary = LlamaRotaryEmbedding(config)
+        self._config = config
+        self._rotary: LlamaRotaryEmbedding | None = None  # no submodule: a change of dtype must not round its angles
 
     def forward(self, x: Tensor, positions: Tensor, memory: Memory, mask: Tensor | None) -> Tensor:
         """x (B, Q, D), positions (B or 1, Q), mask (B or 1, 1, Q, W) or None for causal → (B, Q, D)."""
-        rotary = self.rotary(x, positions)
+        if self._rotary is None or self._rotary.inv_freq.device != x.device:
+            self._rotary = LlamaRotaryEmbedding(self._config).to(x.device)
+        rotary = self._rotary(x, positions)
         for layer in self.layers:
             x = layer(x, rotary, memory, mask)
         return x

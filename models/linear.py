@@ -77,7 +77,8 @@ def accelerate(module: nn.Module) -> None:
         heads = [value.linear for value in vars(part).values() if isinstance(value, Head)]
         for linear in [part, *heads] if isinstance(part, nn.Linear) else heads:
             weight = linear.weight.detach()
-            if weight.dtype == torch.float32 and weight.device.type == "cpu":
+            routed = "forward" in vars(linear)  # a head that several modules share
+            if not routed and weight.dtype == torch.float32 and weight.device.type == "cpu":
                 bias = None if linear.bias is None else linear.bias.detach()
                 linear.forward = Product(weight, bias)  # type: ignore[method-assign, assignment]
 

@@ -69,7 +69,3 @@ class DraftVocab:
             return law
         wide = law.new_zeros(*law.shape[:-1], self.vocab_size)
         return wide.index_copy_(-1, self.token_ids.to(law.device), law)
-
-    def narrow(self, values: Tensor) -> Tensor:
-        """Pick the draft vocabulary's columns out of (..., V): (..., Vd)."""
-        return values if self.token_ids is None else values.index_select(-1, self.token_ids.to(values.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import warnings
@@ -43,7 +44,7 @@ class BlockEfficiency(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         step = trainer.global_step
-        if step == self._measured_at or (step % self.every and step != trainer.max_steps):
+        if step in (0, self._measured_at) or (step % self.every and step != trainer.max_steps):
             return
         self._measured_at = step
         drafter: Any = pl_module.drafter
@@ -51,11 +52,32 @@ class BlockEfficiency(lightning.Callback):
         stats = generate(self.target, self.prompts, self.settings, drafter).stats
         drafter.train()
         self.last_score = stats.block_efficiency
-        pl_module.log("val/block_efficiency", self.last_score)
-        pl_module.log("val/acceptance_rate", stats.acceptance_rate)
+        values = {"val/block_efficiency": stats.block_efficiency, "val/acceptance_rate": stats.acceptance_rate}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step)
         if self.last_score > self.best_score:
             self.best_score = self.last_score
             write_tensors(self.best, drafter.state_dict())
+
+
+class LastCheckpoint(lightning.Callback):
+    """Writes a checkpoint to resume from every `every` optimizer steps; one a step, however many batches it takes."""
+
+    def __init__(self, path: Path, every: int) -> None:
+        self.path, self.every = path, every
+        self._saved_at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"saved_at": self._saved_at}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved_at = state_dict["saved_at"]
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
+        step = trainer.global_step
+        if step != self._saved_at and (step % self.every == 0 or step == trainer.max_steps):
+            self._saved_at = step
+            trainer.save_checkpoint(self.path)
 
 
 class TrainingProgress(lightning.Callback):
@@ -85,8 +107,10 @@ class AtomicCheckpoints(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
+        content = io.BytesIO()  # torch.save hides what the disk said
+        torch.save(checkpoint, content)
         with replacing(Path(path)) as temporary:
-            torch.save(checkpoint, temporary)
+            temporary.write_bytes(content.getbuffer())
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = True

@@ -141,7 +141,7 @@ def training_features(target: Target, drafter: Drafter, batch: Batch) -> TargetF
     """
     hidden = batch.hidden
     if hidden is None and drafter.capture_layers:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(batch.token_ids.device.type, enabled=False):
             hidden = target(batch.token_ids, capture_layers=drafter.capture_layers).hidden
     following = nn.functional.pad(batch.token_ids[:, 1:], (0, 1))
     return TargetFeatures(batch.token_ids, following, hidden, batch.lengths)

@@ -17,6 +17,7 @@ def model_card(export: Export, measured: list[tuple[str, Measurement]]) -> str:
     p = export.provenance
     versions = ", ".join(f"{name} {version}" for name, version in p["versions"].items() if version)
     data = p["data"]
+    whose = "the target's own" if data["settings"]["answers"] == "target" else "their given"
     return f"""# {export.name} drafter for {export.target["name"]}
 
 A draft component for speculative decoding: it proposes tokens, the target checks them, and what comes out is what the
@@ -24,7 +25,7 @@ target alone would have said.
 
 - Target: `{export.target["name"]}` (fingerprint `{export.target["fingerprint"]}`; loading against another one refuses).
   The target's licence governs what may be done with both together.
-- Trained on: {data["num_prompts"]} prompts with the target's own answers (prompts `{data["prompts"]}`, settings
+- Trained on: {data["num_prompts"]} prompts with {whose} answers (prompts `{data["prompts"]}`, settings
   `{json.dumps(data["settings"])}`).
 - Trained by: `{p["command"]}`, revision {p["git_revision"]}, {versions}. The whole configuration is in `config.json`.
 

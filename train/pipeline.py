@@ -5,22 +5,20 @@ Every stage keeps what it finished, so the same command, started again, goes on 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hydra.errors
-import hydra.utils
 import lightning
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import LearningRateMonitor
 
-from data.answers import AnswerSettings, build_answers, context_ids, describe, fingerprint
+from data.answers import build_answers, context_ids, describe, open_answers
 from data.features import FeatureCache
 from data.loader import StepBatches, step_loader
 from data.prompts import Prompt, PromptSource, SplitSizes, split_prompts
-from engine.loop import DecodeSettings, check_prompts, generate
+from engine.loop import check_prompts, generate
 from eval.acceptance import write_report
 from eval.measure import Measurement, measure
 from eval.provenance import provenance
@@ -29,11 +27,19 @@ from models.checkpoint import native
 from models.errors import UserError
 from models.files import write_text
 from models.linear import accelerate
-from models.sampling import SamplingParams
 from models.target import Target
 from models.vocab import DraftVocab
-from train.callbacks import AtomicCheckpoints, BlockEfficiency, TrainingProgress, quiet_lightning
+from train.callbacks import AtomicCheckpoints, BlockEfficiency, LastCheckpoint, TrainingProgress, quiet_lightning
 from train.model_card import model_card
+from train.settings import (
+    Options,
+    answer_settings,
+    check,
+    decode_settings,
+    instantiate,
+    record,
+    record_data,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,55 +52,47 @@ class Prepared:
     manifest: dict[str, Any]
 
 
-def open_target(options: dict[str, Any]) -> Target:
-    """Load the target onto the device that the trainer uses."""
-    arguments = dict(options["target"])
-    if arguments["device"] == "auto" and options["trainer"]["accelerator"] == "cpu":
-        arguments["device"] = "cpu"
-    target: Target = _instantiate(arguments)
+def open_target(options: Options) -> Target:
+    """Load the target onto the device that the trainer asks for; with trainer=auto, onto a GPU where there is one."""
+    arguments, accelerator = dict(options["target"]), options["trainer"]["accelerator"]
+    if accelerator == "gpu" and not torch.cuda.is_available():
+        raise UserError("trainer=gpu, but torch finds no CUDA device: use trainer=cpu.")
+    if arguments["device"] == "auto" and accelerator != "auto":
+        arguments["device"] = "cuda" if accelerator == "gpu" else "cpu"
+    target: Target = instantiate(arguments)
     return target
 
 
-def _instantiate(config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Build what `_target_` names; its own errors come through as they are, not wrapped by Hydra."""
-    try:
-        return hydra.utils.instantiate(config, *args, **kwargs)
-    except hydra.errors.InstantiationException as error:
-        if isinstance(error.__cause__, UserError | ModuleNotFoundError):
-            raise error.__cause__ from None
-        raise
+def rehearse(options: Options, target: Target, run: Path) -> None:
+    """Build everything that the run will build, and drop it: what is refused is refused before the long work."""
+    drafter = native.build(options["drafter"]["model"], target, DraftVocab(target.vocab_size))
+    _training_module(options, target, drafter).configure_optimizers()
+    _trainer(options, target, run, callbacks=[])
 
 
-def check_options(options: dict[str, Any], target: Target) -> None:
-    """Refuse senseless settings before the long work: everything that the run will build is built once and dropped."""
-    fit = options["fit"]
-    if fit["hidden_states"] not in ("cached", "online"):
-        raise UserError(f"fit.hidden_states is {fit['hidden_states']!r}: choose cached or online.")
-    for key in ("max_steps", "batch_size", "checkpoint_every", "evaluate_every", "validation_prompts"):
-        if fit[key] < 1:
-            raise UserError(f"fit.{key} is {fit[key]}: it must be at least 1.")
-    for temperature in options["measure"]["temperatures"]:
-        decode_settings(options, float(temperature))
-    AnswerSettings(**options["data"]["answers"])
-    vocab = DraftVocab(target.vocab_size)
-    _training_module(options, target, native.build(options["drafter"]["model"], target, vocab))
-
-
-def prepare_data(options: dict[str, Any], target: Target) -> Prepared:
+def prepare_data(options: Options, target: Target) -> Prepared:
     """Collect prompts, split them, and let the target answer those for training."""
     data = options["data"]
     sizes = SplitSizes(**data["sizes"])
-    source: PromptSource = _instantiate(data["source"])
+    source: PromptSource = instantiate(data["source"])
     splits = split_prompts(source.prompts(target, sizes.total, options["seed"]), sizes)
-    settings = AnswerSettings(**data["answers"], seed=options["seed"])
-    rows = build_answers(target, splits["train"], settings, Path(data["folder"]))
+    check_prompts(target, [context_ids(target, prompt) for prompt in splits["validation"] + splits["test"]])
+    settings = answer_settings(options)
+    manifest = describe(target, splits["train"], settings)
+    if data["reuse"]:
+        rows = open_answers(Path(data["reuse"]), manifest)
+    else:
+        rows = build_answers(target, splits["train"], settings, Path(data["folder"]))
     batches = StepBatches(rows, options["fit"]["batch_size"], data["max_tokens"], options["seed"])
     if batches.truncated:
-        print(f"{batches.truncated} of {len(rows)} answers are longer than data.max_tokens and were cut")
-    return Prepared(batches, splits["validation"], splits["test"], describe(target, splits["train"], settings))
+        print(
+            f"{batches.truncated} of {len(rows)} answers are longer than data.max_tokens and were cut; "
+            f"{batches.dropped} had nothing left to learn from"
+        )
+    return Prepared(batches, splits["validation"], splits["test"], manifest)
 
 
-def build_drafter(options: dict[str, Any], target: Target, batches: StepBatches) -> Any:
+def build_drafter(options: Options, target: Target, batches: StepBatches) -> Any:
     """Make the drafter, from the run's seed, over the most frequent tokens of the answers."""
     size = options["draft_vocab_size"]
     vocab = DraftVocab.most_frequent(batches.token_counts(target.vocab_size), size)
@@ -108,7 +106,7 @@ def build_drafter(options: dict[str, Any], target: Target, batches: StepBatches)
     return drafter
 
 
-def fit(options: dict[str, Any], target: Target, drafter: Any, data: Prepared, run: Path) -> None:
+def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Path) -> None:
     """Train, measuring val/block_efficiency in the engine, and leave the weights that were best at that."""
     settings = options["fit"]
     if settings["hidden_states"] == "cached" and drafter.capture_layers:
@@ -120,23 +118,9 @@ def fit(options: dict[str, Any], target: Target, drafter: Any, data: Prepared, r
     measured = BlockEfficiency(
         target, prompts, decode_settings(options, 0.0), settings["evaluate_every"], checkpoints / "best.safetensors"
     )
-    last = ModelCheckpoint(
-        checkpoints, "last", every_n_train_steps=settings["checkpoint_every"], enable_version_counter=False
-    )
-    trainer = lightning.Trainer(
-        **options["trainer"],
-        max_steps=settings["max_steps"],
-        max_epochs=-1,
-        logger=_logger(options, run),
-        callbacks=[measured, TrainingProgress(measured), LearningRateMonitor("step"), last],
-        plugins=[AtomicCheckpoints()],
-        default_root_dir=run,
-        use_distributed_sampler=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=10,
-    )
     resume = checkpoints / "last.ckpt"
+    last = LastCheckpoint(resume, settings["checkpoint_every"])
+    trainer = _trainer(options, target, run, [measured, TrainingProgress(measured), last])
     per_step = options["trainer"]["accumulate_grad_batches"]
     loader = step_loader(data.batches, per_step * _steps_done(resume), per_step * settings["max_steps"])
     try:
@@ -149,36 +133,45 @@ def fit(options: dict[str, Any], target: Target, drafter: Any, data: Prepared, r
     drafter.to(target.device).eval()  # Lightning left it on the CPU
 
 
-def _training_module(options: dict[str, Any], target: Target, drafter: Any) -> Any:
+def _training_module(options: Options, target: Target, drafter: Any) -> Any:
     settings = options["drafter"]["training"]
-    return _instantiate(settings, drafter, target, max_steps=options["fit"]["max_steps"], seed=options["seed"])
+    return instantiate(settings, drafter, target, max_steps=options["fit"]["max_steps"], seed=options["seed"])
 
 
-def _logger(options: dict[str, Any], run: Path) -> Any:
+def _trainer(options: Options, target: Target, run: Path, callbacks: list[lightning.Callback]) -> lightning.Trainer:
+    """Lightning's trainer on the target's device; checkpoints and progress are the callbacks' business."""
+    on_gpu = target.device.type == "cuda"
+    place = {"accelerator": "gpu", "devices": [target.device.index or 0]} if on_gpu else {"accelerator": "cpu"}
     try:
-        return _instantiate(options["logger"], save_dir=str(run))
+        logger = instantiate(options["logger"], save_dir=str(run))
     except ModuleNotFoundError as error:
         raise UserError('logger=wandb needs a package: pip install "draftsmith[wandb]".') from error
+    try:
+        return lightning.Trainer(
+            **{**options["trainer"], **place},
+            max_steps=options["fit"]["max_steps"],
+            max_epochs=-1,
+            logger=logger,
+            callbacks=[*callbacks, LearningRateMonitor("step")],
+            plugins=[AtomicCheckpoints()],
+            default_root_dir=run,
+            use_distributed_sampler=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            log_every_n_steps=10,
+        )
+    except (TypeError, ValueError, MisconfigurationException) as error:
+        raise UserError(f"trainer: {str(error).splitlines()[0]}") from error
 
 
 def _steps_done(checkpoint: Path) -> int:
     return int(AtomicCheckpoints().load_checkpoint(checkpoint)["global_step"]) if checkpoint.exists() else 0
 
 
-def decode_settings(options: dict[str, Any], temperature: float) -> DecodeSettings:
-    """The settings of the run's measurements at one temperature."""
-    decode = options["decode"]
-    return DecodeSettings(
-        max_new_tokens=decode["max_new_tokens"],
-        num_speculative_tokens=decode["num_speculative_tokens"],
-        sampling=SamplingParams(temperature, decode["top_k"], decode["top_p"]),
-        seed=options["seed"],
-    )
-
-
-def export(options: dict[str, Any], target: Target, drafter: Any, data: Prepared, folder: Path) -> native.Export:
+def export(options: Options, target: Target, drafter: Any, data: Prepared, folder: Path) -> native.Export:
     """Write the drafter to `folder`; the card gets its figures once they are measured."""
-    place = {k: options["target"][k] for k in ("source", "name_or_path", "dtype", "revision")}
+    place = {k: options["target"][k] for k in ("source", "name_or_path", "dtype", "attn_implementation", "revision")}
     described = native.Export(
         name=options["drafter"]["name"],
         model=options["drafter"]["model"],
@@ -190,7 +183,7 @@ def export(options: dict[str, Any], target: Target, drafter: Any, data: Prepared
     return described
 
 
-def check_parity(target: Target, trained: Any, loaded: Any, prompts: list[Prompt], options: dict[str, Any]) -> None:
+def check_parity(target: Target, trained: Any, loaded: Any, prompts: list[Prompt], options: Options) -> None:
     """Answer a few prompts with the drafter in memory and with the reloaded one: every count must agree.
 
     Raises UserError otherwise: the export would not be what was trained.
@@ -208,7 +201,7 @@ def check_parity(target: Target, trained: Any, loaded: Any, prompts: list[Prompt
 
 
 def measure_export(
-    options: dict[str, Any], target: Target, drafter: Any, prompts: list[Prompt]
+    options: Options, target: Target, drafter: Any, prompts: list[Prompt]
 ) -> list[tuple[str, Measurement]]:
     """The acceptance table of the run, on test prompts."""
     chosen = prompts[: options["measure"]["num_prompts"]]
@@ -219,44 +212,31 @@ def measure_export(
     ]
 
 
-def run_job(options: dict[str, Any], target: Target, run: Path) -> None:
+def run_job(options: Options, run: Path) -> None:
     """Everything from prompts to the acceptance table, in the folder `run`."""
+    check(options)
+    record(options, run)
     quiet_lightning()
+    folder = run / "export"
+    if (run / "acceptance.json").exists():
+        figures = (folder / "README.md").read_text().partition("## Measured\n")[2].partition("\n## ")[0]
+        print(f"this run is finished; to train again choose another run_name, or delete {run}\n{figures}")
+        return
+    target = open_target(options)
     print(f"target {target.name!r}, run folder {run}")
-    check_options(options, target)
+    rehearse(options, target, run)
     data = prepare_data(options, target)
-    check_prompts(target, [context_ids(target, prompt) for prompt in data.validation + data.test])
+    record_data(data.manifest, run)
     drafter = build_drafter(options, target, data.batches)
     fit(options, target, drafter, data, run)
-    folder = run / "export"
     described = export(options, target, drafter, data, folder)
     loaded = native.load(folder, target)
     check_parity(target, drafter, loaded, data.test, options)
     for frozen in (target, loaded):  # training is over
         accelerate(frozen)
     measured = measure_export(options, target, loaded, data.test)
-    write_text(folder / "README.md", model_card(described, measured))
-    summaries = [{"drafter": name, **m.summary()} for name, m in measured]
-    write_report({"config": options, "results": summaries}, run)
-    draw(measured, run / "acceptance.png")
     print_tables(measured)
+    write_text(folder / "README.md", model_card(described, measured))
+    draw(measured, run / "acceptance.png")
+    write_report(options, measured, run)
     print(f"export: {folder}\nmeasure it on other prompts: python eval/acceptance.py export={folder}")
-
-
-def run_folder(options: dict[str, Any]) -> Path:
-    """outputs/<drafter>-<target>-<hash>: the same configuration always has the same folder, and so is resumed."""
-    root = Path(options["output_root"])
-    if options["run_name"]:
-        return root / options["run_name"]
-    relevant = {k: v for k, v in options.items() if k not in ("debug", "logger", "output_root", "measure")}
-    name = (
-        options["target"]["source"]
-        if options["target"]["source"] != "hf"
-        else Path(options["target"]["name_or_path"]).name
-    )
-    return root / f"{options['drafter']['name']}-{name}-{fingerprint(relevant)[:8]}"
-
-
-def record(options: dict[str, Any], run: Path) -> None:
-    """Write what the run is, before it starts."""
-    write_text(run / "config.json", json.dumps({"config": options, "provenance": provenance()}, indent=1) + "\n")

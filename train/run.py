@@ -21,12 +21,9 @@ def job(config: DictConfig) -> None:
         listed = "\n".join(f"  +drafter={name:<12} {what}" for name, what in choices("drafter").items())
         raise UserError(f"Say which drafter to train:\n{listed}")
     options = plain(config)
-    from train import pipeline  # torch, lightning and transformers: only once the command line is right
+    from train import pipeline, settings  # torch, lightning and transformers: only once the command line is right
 
-    run = pipeline.run_folder(options)
-    pipeline.record(options, run)
-    target = pipeline.open_target(options)
-    pipeline.run_job(options, target, run)
+    pipeline.run_job(options, settings.run_folder(options))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from models.errors import UserError
-from models.files import atomic_folder
+from models.files import atomic_folder, sha256
 from models.target import Target
 from models.vocab import DraftVocab
 
@@ -33,7 +33,10 @@ _LAYOUT = {
     "target": dict,
     "target.name": str,
     "target.fingerprint": str,
+    "target.load": dict,
+    "capture_layers": list,
     "draft_vocab_size": int,
+    "sha256": str,
     "decoding": dict,
     "decoding.num_speculative_tokens": int,
     "provenance": dict,
@@ -52,7 +55,7 @@ class Export:
     provenance: dict[str, Any]
 
 
-def save(drafter: nn.Module, export: Export, vocab: DraftVocab, folder: Path, card: str) -> None:
+def save(drafter: Any, export: Export, vocab: DraftVocab, folder: Path, card: str) -> None:
     """Write the drafter to `folder`, whole or not at all.
 
     `export.model` is the `_target_` of its class and the arguments that rebuild it. Raises UserError where the disk
@@ -66,14 +69,16 @@ def save(drafter: nn.Module, export: Export, vocab: DraftVocab, folder: Path, ca
         "name": export.name,
         "drafter": export.model,
         "target": export.target,
+        "capture_layers": list(drafter.capture_layers),
         "draft_vocab_size": vocab.size,
         "decoding": {"num_speculative_tokens": export.num_speculative_tokens},
         "provenance": export.provenance,
     }
     with atomic_folder(folder) as temporary:
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (temporary / "README.md").write_text(card)
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        config["sha256"] = sha256(temporary / "model.safetensors")
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def read(folder: Path) -> Export:
@@ -119,10 +124,13 @@ def load(folder: Path, target: Target) -> Any:
             f"{str(folder)!r} was trained for {export.target['name']!r} (fingerprint {export.target['fingerprint']}), "
             f"not for {target.name!r} ({target.fingerprint}): its proposals would be worthless there."
         )
-    tensors = read_tensors(folder / "model.safetensors")
-    vocab = _vocab(tensors.pop("d2t", None), _read_config(folder)["draft_vocab_size"], target, folder)
+    config, weights = _read_config(folder), folder / "model.safetensors"
+    tensors = read_tensors(weights)
+    vocab = _vocab(tensors.pop("d2t", None), config["draft_vocab_size"], target, folder)
     drafter = build(export.model, target, vocab)
     _fill(drafter, tensors, folder)
+    if sha256(weights) != config["sha256"]:
+        raise UserError(f"{str(weights)!r} was altered after the export: its sha256 is not the one in config.json.")
     return drafter.eval()
 
 

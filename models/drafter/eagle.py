@@ -71,15 +71,17 @@ class EagleDrafter(nn.Module):
         self.stack = DecoderStack(self.config, first_input_norm=False)
         self.head = target.head.rows(vocab.token_ids)  # the target's own
         self._embedding = (target.embedding,)  # in a tuple, so that it is neither trained nor saved with the drafter
-        self.to(device=target.device, dtype=target.dtype)
+        # Float32 at least, whatever the target's dtype: small steps of training would be rounded away.
+        self.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
 
     def fuse(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """Combine tokens (B, S) with the states before them (B, S, D): (B, S, D)."""
-        return self.fc(torch.cat([self._embedding[0](token_ids), hidden], dim=-1))
+        fused = torch.cat([self._embedding[0](token_ids), hidden], dim=-1)
+        return self.fc(fused.to(self.fc.weight.dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Draft logits (..., Vd) of estimated states (..., D), by the target's head."""
-        return self.head(hidden)
+        return self.head(hidden.to(self.head.weight.dtype))
 
     def unroll(self, features: TargetFeatures, num_steps: int) -> Iterator[Tensor]:
         """Yield the estimates (B, S, D) of step 0, 1, ..: row t of step s estimates f_{t+1+s}.

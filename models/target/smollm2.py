@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import logging
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.errors import UserError
+from models.files import sha256
 
 if TYPE_CHECKING:
     import numpy as np
@@ -139,8 +139,7 @@ def _downloaded_gguf(work: Path) -> Path:
 
 
 def _check_hash(source: Path) -> None:
-    with source.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = sha256(source)
     if found != SHA256:
         raise UserError(
             f"{source} is not the expected SmolLM2 file, since its sha256 is {found} instead of {SHA256}: "

@@ -107,9 +107,12 @@ class Target(nn.Module):
             raise UserError(f"capture layer {layer} does not exist: {self.name!r} has states 0 to {self.num_layers}.")
         return index
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text as it stands, without special tokens around it. Raises UserError without a tokenizer."""
-        ids: list[int] = self._require_tokenizer()(text, add_special_tokens=False)["input_ids"]
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """Token ids of a text as it stands, or with the special tokens (BOS) that the tokenizer puts around a text.
+
+        Raises UserError without a tokenizer.
+        """
+        ids: list[int] = self._require_tokenizer()(text, add_special_tokens=special_tokens)["input_ids"]
         return ids
 
     def decode(self, token_ids: list[int]) -> str:
@@ -120,10 +123,6 @@ class Target(nn.Module):
         if self.tokenizer is None:
             raise UserError(f"Target {self.name!r} has no tokenizer.")
         return self.tokenizer
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Token embeddings (..., D), as the model's own embedding module gives them."""
-        return self.embedding(token_ids)
 
     def forward(
         self,
@@ -207,7 +206,8 @@ class Target(nn.Module):
     @cached_property
     def fingerprint(self) -> str:
         """Hash of config and tokenizer: what a drafter must agree with."""
-        config = {k: v for k, v in self.model.config.to_dict().items() if k not in _VOLATILE_CONFIG_KEYS}
+        # Only what differs from the defaults: a new version of transformers that adds settings changes nothing.
+        config = {k: v for k, v in self.model.config.to_diff_dict().items() if k not in _VOLATILE_CONFIG_KEYS}
         digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
         if self.tokenizer is not None:
             backend = getattr(self.tokenizer, "backend_tokenizer", None)

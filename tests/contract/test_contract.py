@@ -160,7 +160,7 @@ def test_4_running_state_is_a_fresh_one_sampled(small_target: Target, small_draf
 @pytest.fixture
 def folder(recipe: Recipe, target: Target, drafter: Any, tmp_path: Path) -> Path:
     described = native.Export(
-        name="some", model=recipe.model, target={"name": target.name, "fingerprint": target.fingerprint},
+        name="some", model=recipe.model, target={"name": target.name, "fingerprint": target.fingerprint, "load": {}},
         num_speculative_tokens=4, provenance={},
     )  # fmt: skip
     native.save(drafter, described, drafter.vocab, tmp_path / "export", "card")

@@ -9,6 +9,10 @@ from models.errors import UserError
 from models.files import atomic_folder, explain_disk_errors, write_text
 
 
+def until(last: int):
+    return lambda chunk, rows: chunk < last
+
+
 def rows_of(chunk: int) -> list[dict[str, int]]:
     return [{"chunk": chunk, "row": i} for i in range(chunk + 1)]
 
@@ -23,9 +27,14 @@ def test_finished_chunks_are_never_done_again(tmp_path: Path) -> None:
         return rows_of(chunk)
 
     with pytest.raises(KeyboardInterrupt):
-        run_chunks(log, 4, work, lambda chunk, rows: None)
+        run_chunks(log, work, until(3))
     told = []
-    rows = run_chunks(log, 4, work, lambda chunk, rows: told.append((chunk, rows)))
+
+    def more(chunk: int, rows: list[dict[str, int]]) -> bool:
+        told.append((chunk, len(rows)))
+        return chunk < 3
+
+    rows = run_chunks(log, work, more)
     assert calls == [0, 1, 2, 2, 3]
     assert rows == [row for chunk in range(4) for row in rows_of(chunk)]
     assert told == [(0, 1), (1, 2), (2, 3), (3, 4)]
@@ -34,7 +43,7 @@ def test_finished_chunks_are_never_done_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 5, 20])
 def test_a_line_cut_by_a_kill_is_done_again(tmp_path: Path, cut: int) -> None:
     log = tmp_path / "log.jsonl"
-    expected = run_chunks(log, 3, rows_of, lambda *_: None)
+    expected = run_chunks(log, rows_of, until(2))
     whole = log.read_bytes()
     log.write_bytes(whole[:-cut])
     calls = []
@@ -43,7 +52,7 @@ def test_a_line_cut_by_a_kill_is_done_again(tmp_path: Path, cut: int) -> None:
         calls.append(chunk)
         return rows_of(chunk)
 
-    assert run_chunks(log, 3, work, lambda *_: None) == expected
+    assert run_chunks(log, work, until(2)) == expected
     assert calls == [2]
     assert log.read_bytes() == whole
     assert [json.loads(line)["chunk"] for line in whole.splitlines()] == [0, 1, 2]
@@ -51,7 +60,7 @@ def test_a_line_cut_by_a_kill_is_done_again(tmp_path: Path, cut: int) -> None:
 
 def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log.jsonl"
-    run_chunks(log, 2, rows_of, lambda *_: None)
+    run_chunks(log, rows_of, until(1))
     before = log.read_bytes()
 
     def full(descriptor: int) -> None:
@@ -59,7 +68,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(UserError, match=r"log\.jsonl.*the disk is full"):
-        run_chunks(log, 3, rows_of, lambda *_: None)
+        run_chunks(log, rows_of, until(2))
     assert log.read_bytes() == before
 
 

@@ -23,7 +23,7 @@ def test_the_whole_vocabulary_maps_to_itself() -> None:
     vocab = DraftVocab(10)
     ids, law = torch.arange(10), torch.rand(2, 10)
     assert (vocab.size, vocab.reduced, vocab.offsets().tolist()) == (10, False, [0] * 10)
-    assert vocab.to_target(ids) is ids and vocab.widen(law) is law and vocab.narrow(law) is law
+    assert vocab.to_target(ids) is ids and vocab.widen(law) is law
 
 
 def test_draft_ids_become_target_ids_in_any_shape() -> None:
@@ -72,13 +72,6 @@ def test_widening_puts_every_column_in_its_place_and_zero_elsewhere() -> None:
     weight = torch.rand_like(wide)
     (wide * weight).sum().backward()
     assert torch.equal(law.grad, weight[..., IDS])
-
-
-def test_narrowing_picks_the_columns_that_widening_filled() -> None:
-    vocab, values = DraftVocab(10, IDS), torch.rand(3, 10)
-    assert torch.equal(vocab.narrow(values), values[:, IDS])
-    law = torch.rand(3, 4)
-    assert torch.equal(vocab.narrow(vocab.widen(law)), law)
 
 
 @pytest.mark.parametrize(

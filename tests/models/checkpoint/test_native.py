@@ -33,7 +33,7 @@ def drafter(target: Target) -> EagleDrafter:
 
 
 def described(target: Target, model: dict[str, Any] | None = None) -> native.Export:
-    place = {"name": target.name, "fingerprint": target.fingerprint}
+    place = {"name": target.name, "fingerprint": target.fingerprint, "load": {"source": "tiny"}}
     return native.Export("mine", MODEL if model is None else model, place, 6, PROVENANCE)
 
 
@@ -41,6 +41,14 @@ def described(target: Target, model: dict[str, Any] | None = None) -> native.Exp
 def folder(target: Target, drafter: EagleDrafter, tmp_path: Path) -> Path:
     native.save(drafter, described(target), drafter.vocab, tmp_path / "export", "# a card\n")
     return tmp_path / "export"
+
+
+def test_finite_values_that_were_altered_are_noticed(folder: Path, target: Target) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["fc.weight"][3, 5] += 0.5
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.safetensors' was altered after the export"):
+        native.load(folder, target)
 
 
 def test_what_is_written_comes_back(folder: Path, target: Target, drafter: EagleDrafter) -> None:

@@ -171,7 +171,7 @@ def test_nothing_is_captured_unless_asked_for() -> None:
 @pytest.mark.parametrize("architecture", ["gemma3", "llama_tied"])
 def test_embed_is_the_state_that_enters_layer_0(architecture: str) -> None:
     target, ids = random_target(architecture), torch.tensor([[5, 9, 60]])
-    torch.testing.assert_close(target.embed(ids), target(ids, capture_layers=(0,)).hidden, atol=0, rtol=0)
+    torch.testing.assert_close(target.embedding(ids), target(ids, capture_layers=(0,)).hidden, atol=0, rtol=0)
 
 
 def test_a_target_stays_frozen_and_without_dropout_inside_a_module_in_training() -> None:

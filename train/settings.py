@@ -1,0 +1,134 @@
+"""A run's options: refused early where they make no sense, and remembered so that a resumed run is the same one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra.errors
+import hydra.utils
+
+from data.answers import AnswerSettings, fingerprint
+from data.prompts import SplitSizes
+from engine.loop import DecodeSettings
+from eval.provenance import provenance
+from models.errors import UserError
+from models.files import write_text
+from models.sampling import SamplingParams
+
+Options = dict[str, Any]
+# What may differ between a run and its resumption: nothing here changes the weights.
+_FREE = ("debug", "logger", "output_root", "run_name", "measure")
+
+
+def instantiate(config: Options, *args: Any, **kwargs: Any) -> Any:
+    """Build what `_target_` names. Its own errors come through as they are, and a wrong argument is named."""
+    try:
+        return hydra.utils.instantiate(config, *args, **kwargs)
+    except hydra.errors.InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, UserError | ModuleNotFoundError):
+            raise cause from None
+        if isinstance(cause, TypeError) and "argument" in str(cause):
+            raise UserError(f"{config['_target_']}: {cause}.") from error
+        raise
+
+
+def answer_settings(options: Options) -> AnswerSettings:
+    """How the target's answers are made. Raises UserError for unknown or senseless values."""
+    try:
+        return AnswerSettings(**options["data"]["answers"], seed=options["seed"])
+    except TypeError as error:
+        raise UserError(f"data.answers: {error}.") from error
+
+
+def decode_settings(options: Options, temperature: float) -> DecodeSettings:
+    """The settings of the run's measurements at one temperature."""
+    decode = options["decode"]
+    return DecodeSettings(
+        max_new_tokens=decode["max_new_tokens"],
+        num_speculative_tokens=decode["num_speculative_tokens"],
+        sampling=SamplingParams(temperature, decode["top_k"], decode["top_p"]),
+        seed=options["seed"],
+    )
+
+
+def temperatures(options: Options) -> list[float]:
+    """The temperatures of the acceptance table; one may stand alone."""
+    given = options["measure"]["temperatures"]
+    return [float(t) for t in (given if isinstance(given, list) else [given])]
+
+
+def check(options: Options) -> None:
+    """Refuse values that would fail, or mean nothing, hours later. Raises UserError naming the first."""
+    fit, sizes = options["fit"], SplitSizes(**options["data"]["sizes"])
+    if fit["hidden_states"] not in ("cached", "online"):
+        raise UserError(f"fit.hidden_states is {fit['hidden_states']!r}: choose cached or online.")
+    counts = {f"fit.{key}": value for key, value in fit.items() if key != "hidden_states"}
+    counts |= {
+        "data.sizes.train": sizes.train,
+        "data.sizes.validation": sizes.validation,
+        "data.sizes.test": sizes.test,
+    }
+    counts |= {"measure.num_prompts": options["measure"]["num_prompts"]}
+    counts |= {"trainer.accumulate_grad_batches": options["trainer"]["accumulate_grad_batches"]}
+    if options["draft_vocab_size"] is not None:
+        counts["draft_vocab_size"] = options["draft_vocab_size"]
+    for name, value in counts.items():
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"{name} is {value!r}: it must be a whole number of at least 1.")
+    if options["decode"]["max_new_tokens"] < 2:
+        raise UserError("decode.max_new_tokens must be at least 2: the first token comes from the prompt, undrafted.")
+    for temperature in temperatures(options):
+        decode_settings(options, temperature)
+    answer_settings(options)
+
+
+def run_folder(options: Options) -> Path:
+    """outputs/<drafter>-<target>-<hash>: the same configuration always has the same folder, and so is resumed."""
+    root, target = Path(options["output_root"]), options["target"]
+    if options["run_name"]:
+        return root / options["run_name"]
+    name = Path(target["name_or_path"]).name if target["source"] == "hf" else target["source"]
+    return root / f"{options['drafter']['name']}-{name}-{fingerprint(_fixed(options))[:8]}"
+
+
+def record(options: Options, run: Path) -> None:
+    """Write what the run is, before it starts. Raises UserError where the folder holds another run."""
+    path = run / "config.json"
+    if (run / "checkpoints").exists() and path.exists():
+        before, now = (dict(_flat(_fixed(o))) for o in (json.loads(path.read_text())["config"], options))
+        different = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        if different:
+            raise UserError(
+                f"{str(run)!r} holds a run with another {', '.join(different)}: choose another run_name, or delete it."
+            )
+    write_text(path, json.dumps({"config": options, "provenance": provenance()}, indent=1) + "\n")
+
+
+def record_data(manifest: Options, run: Path) -> None:
+    """Write what the answers came from. Raises UserError where the checkpoints were trained on other ones."""
+    path = run / "data.json"
+    if (run / "checkpoints").exists() and path.exists():
+        before = json.loads(path.read_text())
+        different = sorted(key for key in manifest if before.get(key) != manifest[key])
+        if different:
+            raise UserError(
+                f"The checkpoints in {str(run)!r} were trained on answers made with another {', '.join(different)}: "
+                "choose another run_name, or delete that folder."
+            )
+    write_text(path, json.dumps(manifest, indent=1) + "\n")
+
+
+def _fixed(options: Options) -> Options:
+    return {key: value for key, value in options.items() if key not in _FREE}
+
+
+def _flat(options: Options, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in options.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
