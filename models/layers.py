@@ -179,13 +179,18 @@ class DecoderStack(nn.Module):
             for index in range(config.num_hidden_layers)
         )
         self._config = config
-        self._rotary: LlamaRotaryEmbedding | None = None  # no submodule: a change of dtype must not round its angles
+        self._rotary: tuple[LlamaRotaryEmbedding, ...] = ()  # no submodule: a change of dtype must not round its angles
+
+    def rotary(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B or 1, Q, D of a head) of the positions, in x's dtype but from float32 angles."""
+        if not self._rotary or self._rotary[0].inv_freq.device != x.device:
+            self._rotary = (LlamaRotaryEmbedding(self._config).to(x.device),)
+        cos, sin = self._rotary[0](x, positions)
+        return cos, sin
 
     def forward(self, x: Tensor, positions: Tensor, memory: Memory, mask: Tensor | None) -> Tensor:
         """x (B, Q, D), positions (B or 1, Q), mask (B or 1, 1, Q, W) or None for causal → (B, Q, D)."""
-        if self._rotary is None or self._rotary.inv_freq.device != x.device:
-            self._rotary = LlamaRotaryEmbedding(self._config).to(x.device)
-        rotary = self._rotary(x, positions)
+        rotary = self.rotary(x, positions)
         for layer in self.layers:
             x = layer(x, rotary, memory, mask)
         return x

@@ -342,7 +342,8 @@ def test_bfloat16_states_are_counted_in_float32(target: Target) -> None:
     module = module_of(drafter, target, chunk_rows=1)
     rows = torch.randn(600, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     head = target.head.weight.bfloat16()
-    drafter._head = module._target_head = (lambda hidden: nn.functional.linear(hidden, head),)
+    module._target_head = lambda hidden: nn.functional.linear(hidden, head)
+    drafter._head = (module._target_head,)
     loss, agreement = module._classification(rows, rows)
     assert agreement == 600
     logits = nn.functional.linear(rows, head).double()

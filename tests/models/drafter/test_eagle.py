@@ -397,3 +397,18 @@ def test_a_drafter_that_is_trained_beside_the_tokens_it_will_read_is_not_accepte
         drafter = drafter_class(target, DraftVocab(64))
         rates[drafter_class] = memorise(drafter, target, answered(target), options, tmp_path, 200).acceptance_rate
     assert rates[TokensLate] < LEAST_ACCEPTANCE < rates[EagleDrafter]
+
+
+def test_a_bfloat16_target_has_a_float32_drafter_whose_angles_are_not_rounded() -> None:
+    target = random_target("llama", dtype=torch.bfloat16)
+    drafter = EagleDrafter(target, DraftVocab(target.vocab_size))
+    assert {p.dtype for p in drafter.parameters()} == {torch.float32}
+    ids = torch.tensor([[3, 4, 5]])
+    features = TargetFeatures(ids, ids, target(ids, capture_layers=(-1,)).hidden, torch.tensor([3]))
+    (hidden,) = drafter.unroll(features, 1)
+    assert (hidden.dtype, drafter.logits(hidden).dtype) == (torch.float32, torch.bfloat16)
+    far = torch.tensor([[90]])
+    exact = drafter.stack.rotary(hidden, far)
+    rounded = drafter.bfloat16().stack.rotary(hidden, far)
+    for ours, theirs in zip(rounded, exact, strict=True):
+        assert torch.equal(ours, theirs)
