@@ -1,6 +1,7 @@
 # make demo    install into .venv, train an EAGLE drafter for the bundled target, print its acceptance table
 # make test    install, and run the tests (without the slow ones)
 # make lint    ruff, mypy and the house rules
+# The tests use one thread: their matrices are small, and two threads on two busy cores stall each other.
 # PYTHON=python3.11 or VENV=folder choose another interpreter or place.
 
 PYTHON ?= python3
@@ -22,10 +23,10 @@ demo: install
 	$(BIN)/python train/run.py +drafter=eagle
 
 test: install
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations=15
 
 test-slow: install
-	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --durations=5
 
 lint: install
 	$(BIN)/ruff check .
