@@ -14,7 +14,7 @@ from data.prompts import (
     read_prompts,
     split_prompts,
 )
-from data.stdlib import documents, split_of
+from data.stdlib import SPLITS, documents, split_of
 from models.errors import UserError
 from models.target import Target
 
@@ -132,7 +132,7 @@ def test_standard_library_prompts_are_seeded_openings_of_their_documents(tiny: T
     prompts = source.prompts(tiny, 100, seed=1)
     assert prompts == source.prompts(tiny, 100, seed=1)
     assert prompts != source.prompts(tiny, 100, seed=2)
-    texts = {d.split: "\0".join(x.text for x in documents(d.split)) for d in documents()}
+    texts = {split: "\0".join(d.text for d in documents(split)) for split in SPLITS}
     for prompt in prompts[:200]:
         assert prompt.continuation
         assert prompt.split is not None and prompt.turns[0] in texts[prompt.split]
