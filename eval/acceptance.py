@@ -38,14 +38,16 @@ def job(config: DictConfig) -> None:
     from models.linear import accelerate
     from models.sampling import SamplingParams
     from models.target import load_target
+    from models.target.head import linears_of
 
     wanted = {**exports[0].target["load"], **{k: v for k, v in options["target"].items() if v is not None}}
     output = Path(options["output"] or folders[0].parent / f"acceptance-{Path(options['prompts']).stem}")
     write_text(output / "config.json", json.dumps(options, indent=1) + "\n")  # before the long work: can it be written?
     target = load_target(**wanted)
     drafters = [native.load(folder, target) for folder in folders]
-    for frozen in (target, *drafters):
-        accelerate(frozen)
+    target.accelerate()
+    for drafter in drafters:
+        accelerate(linears_of(drafter))
     prompts = prompt_set(options["prompts"], target, options["num_prompts"], options["seed"])
     decode = options["decode"]
     names = _names(folders, [e.name for e in exports])

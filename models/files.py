@@ -17,6 +17,11 @@ from torch import Tensor
 from models.errors import UserError
 
 
+def cache_folder() -> Path:
+    """Where things are kept between runs: $DRAFTSMITH_CACHE, or ~/.cache/draftsmith."""
+    return Path(os.environ.get("DRAFTSMITH_CACHE") or "~/.cache/draftsmith").expanduser()
+
+
 @contextmanager
 def explain_disk_errors(path: Path) -> Iterator[None]:
     """Turn a full disk or a missing permission into one sentence that names `path`."""

@@ -2,25 +2,32 @@
 
 Decoding multiplies a few rows (1 to some 30) by weights that do not fit into the processor's cache. torch's default
 product then takes up to four times as long as other routes to the same result on the same machine. `accelerate`
-measures the routes for each shape and number of rows once, and lets frozen modules use the fastest; training, other
-dtypes and GPUs are left alone. Routes differ in the last bits of their results, as any change of batch size does.
+lets frozen layers use the route that was fastest for their shape and number of rows; what was measured is kept in the
+user's cache, so that every run on a machine takes the same routes and computes the same bits. Training, other dtypes
+and GPUs are left alone. Routes differ in the last bits of their results, as any change of batch size does.
 
 m rows, K inputs, F outputs.
 """
 
 from __future__ import annotations
 
+import json
+import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from models.target.head import Head
+from models.errors import UserError
+from models.files import cache_folder, write_text
 
-_BUCKETS = (1, 2, 4, 8, 16, 32)  # rows are rounded up to one of these; more rows than the last take torch's route
-_CACHE_BYTES = 64 * 2**20  # more weights than the last-level cache holds, so that they are read from memory
+_BUCKETS = (1, 2, 4, 8, 16, 32)  # rows are rounded up to one of these
+_MEASURED_BYTES = 64 * 2**20  # more weights than the last-level cache holds, so that they are read from memory
+_LEAST_GAIN = 0.95  # another route than torch's must take at most this share of its time
 
 Route = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]  # x (m, K), W (F, K), packed W, bias
 
@@ -49,53 +56,82 @@ def pack(weight: Tensor) -> Tensor:
 
 
 class Product:
-    """x ↦ x·Wᵀ + b for a frozen weight (F, K) by the route that was fastest for the number of rows."""
+    """x ↦ x·Wᵀ + b for a frozen weight (F, K) by the route that was fastest for the number of rows.
+
+    More rows than were measured go through the packed weight where it is held, else through torch's own product.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
-        self.routes = tuple(fastest(*weight.shape, rows, torch.get_num_threads()) for rows in _BUCKETS)
-        self._packed = pack(weight) if "packed" in self.routes else None
+        routes = fastest_routes(*weight.shape, torch.get_num_threads())
+        self._packed = pack(weight) if "packed" in routes else None
+        many = "packed" if self._packed is not None else "plain"
+        self._routes = [ROUTES[name] for name in (*routes, many)]
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
-        if rows > _BUCKETS[-1] or rows == 0:
+        if rows == 0:
             return nn.functional.linear(x, self.weight, self.bias)
-        index = next(i for i, most in enumerate(_BUCKETS) if rows <= most)
-        route = ROUTES[self.routes[index]]
-        out = route(x.reshape(rows, -1), self.weight, self._packed, self.bias)
-        return out.view(*x.shape[:-1], -1) if out.is_contiguous() else out.reshape(*x.shape[:-1], -1)
+        bucket = next((i for i, most in enumerate(_BUCKETS) if rows <= most), len(_BUCKETS))
+        out = self._routes[bucket](x.reshape(rows, -1), self.weight, self._packed, self.bias)
+        return out.reshape(*x.shape[:-1], -1)
 
 
-def accelerate(module: nn.Module) -> None:
-    """Give every linear layer of a frozen module, and of the heads that it holds, its fastest routes.
+def accelerate(linears: Iterable[nn.Linear]) -> None:
+    """Give frozen linear layers their fastest routes; float32 on a CPU only, others stay as they are.
 
-    Float32 on a CPU only. The module must not be trained afterwards: a route may hold a reordered copy of a weight.
+    The layers must not be trained afterwards: a route may hold a reordered copy of a weight.
     """
     if not torch.backends.mkldnn.is_available():
         return
-    for part in module.modules():
-        heads = [value.linear for value in vars(part).values() if isinstance(value, Head)]
-        for linear in [part, *heads] if isinstance(part, nn.Linear) else heads:
-            weight = linear.weight.detach()
-            routed = "forward" in vars(linear)  # a head that several modules share
-            if not routed and weight.dtype == torch.float32 and weight.device.type == "cpu":
-                bias = None if linear.bias is None else linear.bias.detach()
-                linear.forward = Product(weight, bias)  # type: ignore[method-assign, assignment]
+    for linear in linears:
+        weight = linear.weight.detach()
+        routed = "forward" in vars(linear)  # a head that several modules share
+        if not routed and weight.dtype == torch.float32 and weight.device.type == "cpu":
+            bias = None if linear.bias is None else linear.bias.detach()
+            linear.forward = Product(weight, bias)  # type: ignore[method-assign, assignment]
 
 
 @cache
+def fastest_routes(outputs: int, inputs: int, threads: int) -> tuple[str, ...]:
+    """The name of the fastest route for x (m, inputs) and W (outputs, inputs), for each m of the buckets.
+
+    Read from the user's cache, or measured (half a second) and written there, where it can be written.
+    """
+    path = cache_folder() / f"routes-{platform.node() or 'here'}.json"
+    key = f"{outputs}x{inputs}, {threads} threads, torch {torch.__version__}, {_BUCKETS}"
+    known = _read(path)
+    if set(known.get(key, [])) <= set(ROUTES) and len(known.get(key, [])) == len(_BUCKETS):
+        return tuple(known[key])
+    routes = _measure(outputs, inputs)
+    with suppress(UserError, OSError):  # a read-only home: measured again the next time
+        write_text(path, json.dumps(_read(path) | {key: routes}, indent=1, sort_keys=True) + "\n")
+    return routes
+
+
+def _read(path: Path) -> dict[str, list[str]]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 @torch.inference_mode()
-def fastest(outputs: int, inputs: int, rows: int, threads: int) -> str:
-    """The name of the fastest route for x (rows, inputs) and W (outputs, inputs), by measurement in this process."""
-    copies = max(1, min(32, -(-_CACHE_BYTES // (4 * outputs * inputs))))
+def _measure(outputs: int, inputs: int) -> tuple[str, ...]:
+    copies = max(1, min(64, -(-_MEASURED_BYTES // (4 * outputs * inputs))))
     weights = [torch.randn(outputs, inputs) for _ in range(copies)]
     packed = [pack(weight) for weight in weights]
-    x = torch.randn(rows, inputs)
-    seconds = dict.fromkeys(ROUTES, float("inf"))
-    for _ in range(4):  # in turns, so that a disturbance does not hit one route alone
-        for name, route in ROUTES.items():
-            started = time.perf_counter()
-            for weight, reordered in zip(weights, packed, strict=True):
-                route(x, weight, reordered, None)
-            seconds[name] = min(seconds[name], time.perf_counter() - started)
-    return min(seconds, key=lambda name: seconds[name])
+    chosen = []
+    for rows in _BUCKETS:
+        x = torch.randn(rows, inputs)
+        seconds = dict.fromkeys(ROUTES, float("inf"))
+        for _ in range(5):  # in turns, so that a disturbance does not hit one route alone
+            for name, route in ROUTES.items():
+                started = time.perf_counter()
+                for weight, reordered in zip(weights, packed, strict=True):
+                    route(x, weight, reordered, None)
+                seconds[name] = min(seconds[name], time.perf_counter() - started)
+        best = min(seconds, key=lambda name: seconds[name])
+        chosen.append(best if seconds[best] < _LEAST_GAIN * seconds["plain"] else "plain")
+    return tuple(chosen)

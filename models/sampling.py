@@ -12,6 +12,8 @@ from torch import Tensor
 
 from models.errors import UserError
 
+_LIKELIEST = 512  # tokens that are sorted before the whole vocabulary is
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -51,12 +53,42 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
     law = logits.softmax(-1)
     if params.top_p < 1:
-        ordered, order = law.sort(dim=-1, descending=True, stable=True)
-        mass_before = ordered.cumsum(-1) - ordered
-        dropped = torch.zeros_like(law, dtype=torch.bool).scatter_(-1, order, mass_before >= params.top_p)
-        law = law.masked_fill(dropped, 0.0)
+        law = _nucleus(law, params.top_p)
         law = law / law.sum(-1, keepdim=True)
     return law
+
+
+def _nucleus(law: Tensor, top_p: float) -> Tensor:
+    """Zero all but the most probable tokens (..., V): those before which less than `top_p` of the mass comes.
+
+    A CPU takes longer to sort a large vocabulary than to compute its logits. There the likeliest tokens are found
+    first, and a whole law is sorted only where they do not hold the mass.
+    """
+    if law.device.type == "cpu" and law.shape[-1] > _LIKELIEST:
+        laws = law.flatten(0, -2)
+        kept, enough = _nucleus_of_likeliest(laws, top_p)
+        if not enough.all():
+            kept[~enough] = _nucleus_by_sorting(laws[~enough], top_p)
+        return kept.view_as(law)
+    return _nucleus_by_sorting(law, top_p)
+
+
+def _nucleus_by_sorting(law: Tensor, top_p: float) -> Tensor:
+    ordered, order = law.sort(dim=-1, descending=True, stable=True)
+    mass_before = ordered.cumsum(-1) - ordered
+    return torch.zeros_like(law).scatter_(-1, order, ordered.masked_fill(mass_before >= top_p, 0.0))
+
+
+def _nucleus_of_likeliest(law: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The nucleus (R, V) as far as the likeliest tokens hold it, and which rows (R,) they suffice for."""
+    likeliest, token_ids = law.topk(_LIKELIEST, dim=-1, sorted=False)
+    token_ids, by_id = token_ids.sort(dim=-1)
+    ordered, by_mass = likeliest.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    mass = ordered.cumsum(-1)
+    # Any of the tokens tied with the last may be missing, so the mass must be reached before them.
+    reached = torch.where(ordered > ordered[..., -1:], mass, 0.0).amax(-1)
+    kept = ordered.masked_fill(mass - ordered >= top_p, 0.0)
+    return torch.zeros_like(law).scatter_(-1, token_ids.gather(-1, by_mass), kept), reached >= top_p
 
 
 def draw(law: Tensor, uniform: Tensor) -> Tensor:

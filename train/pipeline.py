@@ -28,6 +28,7 @@ from models.errors import UserError
 from models.files import write_text
 from models.linear import accelerate
 from models.target import Target
+from models.target.head import linears_of
 from models.vocab import DraftVocab
 from train.callbacks import AtomicCheckpoints, BlockEfficiency, LastCheckpoint, TrainingProgress, quiet_lightning
 from train.model_card import model_card
@@ -232,8 +233,8 @@ def run_job(options: Options, run: Path) -> None:
     described = export(options, target, drafter, data, folder)
     loaded = native.load(folder, target)
     check_parity(target, drafter, loaded, data.test, options)
-    for frozen in (target, loaded):  # training is over
-        accelerate(frozen)
+    target.accelerate()
+    accelerate(linears_of(loaded))
     measured = measure_export(options, target, loaded, data.test)
     print_tables(measured)
     write_text(folder / "README.md", model_card(described, measured))

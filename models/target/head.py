@@ -49,3 +49,12 @@ class Head:
         if self.linear.bias is not None:
             chosen.bias = nn.Parameter(self.linear.bias[index], requires_grad=False)
         return Head(chosen, self.scale, self.softcap)
+
+
+def linears_of(module: object) -> list[nn.Linear]:
+    """The linear layers of a module and of the heads that its parts hold; none for what is no module."""
+    found: list[nn.Linear] = []
+    for part in module.modules() if isinstance(module, nn.Module) else []:
+        found += [part] if isinstance(part, nn.Linear) else []
+        found += [value.linear for value in vars(part).values() if isinstance(value, Head)]
+    return found

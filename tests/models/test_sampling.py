@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from models import sampling
 from models.errors import UserError
 from models.sampling import RequestRandom, SamplingParams, draw, probabilities
 from tests.helpers.laws import chi_square_p_value, invert_by_loop, law_by_loop
@@ -49,6 +50,22 @@ def test_laws_are_those_of_transformers(temperature: float, top_k: int, top_p: f
     theirs = TopPLogitsWarper(top_p)(None, theirs).softmax(-1)
     ours = probabilities(logits, SamplingParams(temperature, top_k, top_p))
     torch.testing.assert_close(ours, theirs, atol=1e-14, rtol=0)
+
+
+@pytest.mark.parametrize("likeliest", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("top_p", [1e-9, 0.2, 0.5, 0.8, 0.999])
+def test_finding_the_likeliest_tokens_first_changes_no_nucleus(
+    likeliest: int, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peaked laws, flat ones that many tokens are needed for, and ties across the last token found."""
+    monkeypatch.setattr(sampling, "_LIKELIEST", likeliest)
+    g = torch.Generator().manual_seed(0)
+    peaked = 3 * torch.randn(6, 5, 8, generator=g, dtype=torch.float64)
+    tied = torch.randint(0, 3, (6, 5, 8), generator=g).double()
+    logits = torch.cat([peaked, tied, torch.zeros(1, 5, 8, dtype=torch.float64)])
+    law = probabilities(logits, SamplingParams(1.0, top_p=top_p))
+    wanted = [law_by_loop(row, top_p=top_p) for row in logits.reshape(-1, 8).tolist()]
+    torch.testing.assert_close(law.reshape(-1, 8), torch.tensor(wanted, dtype=torch.float64), atol=1e-14, rtol=0)
 
 
 def test_the_oracle_itself_by_hand() -> None:

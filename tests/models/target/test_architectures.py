@@ -17,6 +17,7 @@ from engine.loop import DecodeSettings, generate
 from models import tree
 from models.cache import KVCache
 from models.target import Target
+from models.target.lean import LeanDecoder
 from tests.helpers.models import ARCHITECTURES, VOCAB_SIZE, WINDOW, random_target
 
 CONTEXTS = (9, 4, 7)  # ragged, and on both sides of the sliding window
@@ -25,9 +26,11 @@ TOLERANCE = {  # they compute a softmax, or the experts' scores, in float32 what
     "gemma2": 2e-6,
     "gpt_oss": 2e-6,
     "deepseek_v3": 2e-6,
-}
+}  # and Hugging Face's norms of the lean ones
 
+LEAN = ("llama", "llama_tied", "llama_biased", "llama3_rope", "qwen2", "qwen3", "mistral_full", "smollm3_rope")
 every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+every_forward_pass = pytest.mark.parametrize("architecture", [*ARCHITECTURES, *(f"lean {name}" for name in LEAN)])
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +41,13 @@ def _no_grad():
 
 @cache
 def target_of(architecture: str) -> Target:
-    return random_target(architecture)
+    """A random target; "lean NAME" computes it by `LeanDecoder`, which `accelerate` does not take in float64."""
+    target = random_target(architecture.removeprefix("lean "))
+    if architecture.startswith("lean "):
+        target.name = architecture
+        target._lean = LeanDecoder.of(target.model.get_decoder())
+        assert target._lean is not None
+    return target
 
 
 def random_ids(*shape: int, seed: int = 0) -> Tensor:
@@ -51,11 +60,11 @@ def uncached(target: Target, ids: list[int]) -> Tensor:
 
 
 def assert_same(target: Target, ours: Tensor, theirs: Tensor) -> None:
-    tolerance = TOLERANCE.get(target.name, 1e-10)
+    tolerance = TOLERANCE.get(target.name, 2e-6 if target.name.startswith("lean ") else 1e-10)
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
-@every_architecture
+@every_forward_pass
 def test_the_head_makes_the_models_logits_of_the_last_state(architecture: str) -> None:
     target, ids = target_of(architecture), random_ids(2, 12)
     out = target(ids, capture_layers=(target.num_layers,))
@@ -67,7 +76,7 @@ def test_the_head_makes_the_models_logits_of_the_last_state(architecture: str) -
     assert_same(target, target.head.rows(chosen)(out.last), logits[..., chosen])
 
 
-@every_architecture
+@every_forward_pass
 def test_padding_on_the_right_does_not_disturb_a_forward_pass(architecture: str) -> None:
     target, ids = target_of(architecture), random_ids(2, 16)
     padded = ids.clone()
@@ -78,7 +87,7 @@ def test_padding_on_the_right_does_not_disturb_a_forward_pass(architecture: str)
     assert_same(target, ours[1], theirs[1])
 
 
-@every_architecture
+@every_forward_pass
 def test_captured_states_are_hugging_faces_hidden_states(architecture: str) -> None:
     target, ids = target_of(architecture), random_ids(2, 12)
     states = target.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
@@ -86,7 +95,7 @@ def test_captured_states_are_hugging_faces_hidden_states(architecture: str) -> N
     assert len(states) == n + 1
     order = (2, 0, -1, 1, n)  # as asked for, not sorted
     hidden = target(ids, capture_layers=order).hidden
-    torch.testing.assert_close(hidden, torch.cat([states[j] for j in order], -1), atol=1e-12, rtol=0)
+    assert_same(target, hidden, torch.cat([states[j] for j in order], -1))
     assert (states[0] - states[1]).abs().max() > 1e-3
 
 
@@ -106,7 +115,7 @@ def test_the_last_state_has_gone_through_the_final_norm_once(architecture: str) 
     assert (last - norm(last)).abs().max() > 1e-2
 
 
-@every_architecture
+@every_forward_pass
 def test_cached_steps_of_a_ragged_batch_equal_the_uncached_forward(architecture: str) -> None:
     target, texts = target_of(architecture), random_ids(3, 26)
     expected = torch.stack([uncached(target, text) for text in texts.tolist()])
@@ -130,7 +139,7 @@ def test_cached_steps_of_a_ragged_batch_equal_the_uncached_forward(architecture:
     assert done == cache.lengths.tolist() == [23, 12, 18]
 
 
-@every_architecture
+@every_forward_pass
 def test_a_batch_of_equal_lengths_needs_no_mask_for_single_rows(architecture: str) -> None:
     target, texts = target_of(architecture), random_ids(2, 16, seed=1)
     expected = torch.stack([uncached(target, text) for text in texts.tolist()])
@@ -180,7 +189,7 @@ def check_tree_steps(target: Target) -> None:
         assert_same(target, logits[b], uncached(target, contexts[b] + new[b].tolist())[-2:])
 
 
-@every_architecture
+@every_forward_pass
 def test_tree_steps_equal_uncached_paths(architecture: str) -> None:
     check_tree_steps(target_of(architecture))
 
@@ -212,6 +221,7 @@ def _commit_without_path(self: KVCache, counts: Tensor, path: Tensor | None = No
     ("architecture", "where", "fault"),
     [
         ("llama", "models.tree.attention_mask", _mask_without_tree),
+        ("lean llama", "models.tree.attention_mask", _mask_without_tree),
         ("gpt2", "models.tree.attention_mask", _mask_without_tree),
         ("mistral", "models.tree.attention_mask", _mask_without_depth),
         ("gemma3", "models.tree.attention_mask", _mask_with_wider_window),
@@ -225,7 +235,7 @@ def test_the_tree_test_can_fail(architecture: str, where: str, fault: Any) -> No
         check_tree_steps(target_of(architecture))
 
 
-@every_architecture
+@every_forward_pass
 def test_plain_decoding_is_hugging_faces_greedy_generation(architecture: str) -> None:
     target = target_of(architecture)
     prompts = [random_ids(length, seed=length).tolist() for length in (7, 3)]
@@ -234,3 +244,24 @@ def test_plain_decoding_is_hugging_faces_greedy_generation(architecture: str) ->
         options = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}
         theirs = target.model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
         assert answer == theirs.tolist()
+
+
+@every_architecture
+def test_acceleration_changes_no_result_of_any_architecture(architecture: str) -> None:
+    """Those of a Llama's shape become lean, those that have its parts and compute something else stay as they are."""
+    target, ids = random_target(architecture, dtype=torch.float32), random_ids(2, 12)
+    expected = target.model(input_ids=ids, use_cache=False).logits
+    weights = {name: weight.clone() for name, weight in target.model.state_dict().items()}
+    target.accelerate()
+    assert (target._lean is not None) == (architecture in LEAN)
+    target.check()
+    torch.testing.assert_close(target.head(target(ids).last), expected, atol=1e-4, rtol=1e-4)
+    after = target.model.state_dict()
+    assert weights.keys() == after.keys() and all(torch.equal(after[name], weight) for name, weight in weights.items())
+
+
+def test_a_lean_decoder_that_computes_something_else_is_dropped() -> None:
+    target = random_target("llama", dtype=torch.float32)
+    with mock.patch("models.target.lean._rms_norm", lambda x, norm: x * norm.weight):
+        target.accelerate()
+    assert target._lean is None
