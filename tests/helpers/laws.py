@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -22,8 +22,19 @@ Accept = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Extra = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], Tensor]
 
 
-def law_by_loop(logits: Sequence[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> list[float]:
-    """The law of one row of logits: temperature, then top-k (ties kept), then top-p (ties by lower id)."""
+def adjusted_by_loop(
+    logits: Sequence[float], penalty: float = 1.0, bias: Sequence[tuple[int, float]] = (), seen: Collection[int] = ()
+) -> list[float]:
+    """One row of logits: first the bias is added, then tokens seen are penalised."""
+    biases = dict(bias)
+    adjusted = [x + biases.get(i, 0.0) for i, x in enumerate(logits)]
+    return [(x * penalty if x < 0 else x / penalty) if i in seen else x for i, x in enumerate(adjusted)]
+
+
+def law_by_loop(
+    logits: Sequence[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[float]:
+    """The law of one row of logits: temperature, then top-k (ties kept), top-p (ties by lower id), and min-p."""
     size = len(logits)
     if temperature == 0:
         best = max(range(size), key=lambda i: (logits[i], -i))
@@ -40,6 +51,7 @@ def law_by_loop(logits: Sequence[float], temperature: float = 1.0, top_k: int = 
         if before < top_p or top_p == 1:
             kept.add(i)
         before += law[i]
+    kept = {i for i in kept if law[i] >= min_p * max(law)}
     left = sum(law[i] for i in kept)
     return [law[i] / left if i in kept else 0.0 for i in range(size)]
 
