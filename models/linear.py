@@ -58,7 +58,8 @@ def pack(weight: Tensor) -> Tensor:
 class Product:
     """x ↦ x·Wᵀ + b for a frozen weight (F, K) by the route that was fastest for the number of rows.
 
-    More rows than were measured go through the packed weight where it is held, else through torch's own product.
+    More rows than were measured go through the packed weight where it is held, else through torch's own product. Rows
+    that a gradient is wanted for, as a drafter's that learns through the target's head, always take torch's own.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -70,7 +71,7 @@ class Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
-        if rows == 0:
+        if rows == 0 or x.requires_grad:
             return nn.functional.linear(x, self.weight, self.bias)
         bucket = next((i for i, most in enumerate(_BUCKETS) if rows <= most), len(_BUCKETS))
         out = self._routes[bucket](x.reshape(rows, -1), self.weight, self._packed, self.bias)

@@ -161,7 +161,7 @@ def _nucleus(law: Tensor, top_p: float) -> Tensor:
     first, and a whole law is sorted only where they do not hold the mass.
     """
     if law.device.type == "cpu" and law.shape[-1] > _LIKELIEST:
-        laws = law.flatten(0, -2)
+        laws = law.reshape(-1, law.shape[-1])
         kept, enough = _nucleus_of_likeliest(laws, top_p)
         if not enough.all():
             kept[~enough] = _nucleus_by_sorting(laws[~enough], top_p)

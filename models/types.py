@@ -31,11 +31,15 @@ class TargetFeatures:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Proposed tokens. `probs` is the law each token was really drawn from; None where each is a point mass."""
+    """Proposed tokens. `probs` is the law each token was really drawn from; None where each is a point mass.
+
+    `branches` says on the host whether `parents` are those of a tree: a chain needs no mask of its own.
+    """
 
     token_ids: Tensor  # (B, N) in the target's vocabulary
     parents: Tensor  # (B, N) −1 is the last committed token; a chain is arange(N) − 1
     probs: Tensor | None  # (B, N, V)
+    branches: bool = False
 
 
 class DraftState(Protocol):

@@ -13,11 +13,13 @@ import lightning
 import torch
 from torch import Tensor, nn
 
-from data.loader import Batch
+from data.loader import Batch, StepBatches
 from models.errors import UserError
 from models.target import Target
 from models.types import Drafter, TargetFeatures
 from train.losses import chunked_loss, regression, soft_cross_entropy
+
+_ROWS_PER_UNKNOWN = 64
 
 
 class FeatureRegression(lightning.LightningModule):
@@ -45,9 +47,12 @@ class FeatureRegression(lightning.LightningModule):
         num_steps: int,
         position_decay: float,
         chunk_rows: int,
+        start: str,
         seed: int,
     ) -> None:
         super().__init__()
+        if start not in ("least_squares", "random"):
+            raise UserError(f"drafter.training.start is {start!r}: choose least_squares or random.")
         if regression not in ("mse", "smooth_l1"):
             raise UserError(f"drafter.training.regression is {regression!r}: choose mse or smooth_l1.")
         for name, value in (("num_steps", num_steps), ("chunk_rows", chunk_rows)):
@@ -62,8 +67,37 @@ class FeatureRegression(lightning.LightningModule):
         self.warmup_steps = max(1, round(warmup_fraction * max_steps))
         self.regression, self.w_reg, self.w_cls = regression, w_reg, w_cls
         self.noise, self.num_steps, self.position_decay = noise, num_steps, position_decay
-        self.chunk_rows, self.seed = chunk_rows, seed
+        self.chunk_rows, self.from_least_squares, self.seed = chunk_rows, start == "least_squares", seed
         self._target_head = target.head.rows(drafter.vocab.token_ids)  # type: ignore[union-attr, arg-type]
+
+    @torch.no_grad()
+    def start(self, batches: StepBatches) -> None:
+        """Before the first step: set the drafter to the best linear map of what it reads onto the next state.
+
+        By ridge regression over supervised positions of the first batches, some `_ROWS_PER_UNKNOWN` for each weight of
+        a row. The layers then learn what is left, instead of learning to pass the state on first.
+        """
+        if not self.from_least_squares:
+            return
+        target, width = self._target[0], 2 * self._target[0].hidden_size
+        inputs = torch.zeros(width, width, dtype=torch.float64, device=target.device)
+        outputs = torch.zeros(width, target.hidden_size, dtype=torch.float64, device=target.device)
+        count = step = 0
+        while count < _ROWS_PER_UNKNOWN * width and step * batches.batch_size < len(batches.token_ids):
+            made = batches[step]
+            hidden = None if made.hidden is None else made.hidden.to(target.device)
+            batch = Batch(made.token_ids.to(target.device), made.loss_mask.to(target.device), made.lengths, hidden)
+            features = training_features(target, self.drafter, batch)
+            assert features.hidden is not None
+            supervised = batch.loss_mask[:, 2:]
+            read = torch.cat([target.embedding(batch.token_ids[:, 1:-1]), features.hidden[:, :-2]], dim=-1)[supervised]
+            wanted = features.hidden[:, 1:-1][supervised]
+            read, wanted = read.to(self.drafter.fc.weight.dtype), wanted.to(self.drafter.fc.weight.dtype)
+            inputs += (read.t() @ read).double()
+            outputs += (read.t() @ wanted).double()
+            count, step = count + len(read), step + 1
+        ridge = 1e-3 * inputs.diagonal().mean() * torch.eye(width, dtype=torch.float64, device=target.device)
+        self.drafter.start_linear(torch.linalg.solve(inputs + ridge, outputs).t())
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(

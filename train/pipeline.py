@@ -61,6 +61,7 @@ def open_target(options: Options) -> Target:
     if arguments["device"] == "auto" and accelerator != "auto":
         arguments["device"] = "cuda" if accelerator == "gpu" else "cpu"
     target: Target = instantiate(arguments)
+    target.accelerate()
     return target
 
 
@@ -122,6 +123,8 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
     resume = checkpoints / "last.ckpt"
     last = LastCheckpoint(resume, settings["checkpoint_every"])
     trainer = _trainer(options, target, run, [measured, TrainingProgress(measured), last])
+    if not resume.exists():
+        module.start(data.batches)
     per_step = options["trainer"]["accumulate_grad_batches"]
     loader = step_loader(data.batches, per_step * _steps_done(resume), per_step * settings["max_steps"])
     try:
@@ -233,8 +236,7 @@ def run_job(options: Options, run: Path) -> None:
     described = export(options, target, drafter, data, folder)
     loaded = native.load(folder, target)
     check_parity(target, drafter, loaded, data.test, options)
-    target.accelerate()
-    accelerate(linears_of(loaded))
+    accelerate(linears_of(loaded))  # not before: it is not trained any more
     measured = measure_export(options, target, loaded, data.test)
     print_tables(measured)
     write_text(folder / "README.md", model_card(described, measured))

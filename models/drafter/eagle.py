@@ -20,6 +20,8 @@ from models.cache import KVCache
 from models.layers import DecoderStack, UnrolledMemory, layer_config, unrolled_mask
 from models.sampling import RequestRandom, SamplingParams, draw, probabilities
 from models.target import Target
+from models.tree import DynamicTree, StaticTree
+from models.tree_drafting import TreeRows, grow
 from models.types import Draft, TargetFeatures
 from models.vocab import DraftVocab
 
@@ -74,6 +76,14 @@ class EagleDrafter(nn.Module):
         # Float32 at least, whatever the target's dtype: small steps of training would be rounded away.
         self.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
 
+    def start_linear(self, weight: Tensor) -> None:
+        """Begin as the linear map `weight` (D, 2·D) of [emb; f], with layers that add nothing yet."""
+        with torch.no_grad():
+            self.fc.weight.copy_(weight)
+            for layer in self.stack.layers:
+                layer.self_attn.o_proj.weight.zero_()  # type: ignore[union-attr, operator]
+                layer.mlp.down_proj.weight.zero_()  # type: ignore[union-attr, operator]
+
     def fuse(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """Combine tokens (B, S) with the states before them (B, S, D): (B, S, D)."""
         fused = torch.cat([self._embedding[0](token_ids), hidden], dim=-1)
@@ -113,22 +123,15 @@ class EagleDrafter(nn.Module):
         random: RequestRandom,
     ) -> Draft:
         """Take in the confirmed rows (B, R), then draft a chain of N tokens, one pass of the layers for each."""
-        assert committed.hidden is not None
-        cache = state.cache
-        cache.truncate(state.committed)
-        hidden = self._step(cache, committed.next_token_ids, committed.hidden)
-        cache.commit(committed.lengths)
-        state.committed = cache.lengths
-        last = (committed.lengths.to(hidden.device) - 1).clamp(min=0)
-        hidden = hidden[torch.arange(len(last), device=hidden.device), last][:, None]
+        hidden = self._ingest(state, committed)
         uniforms = None if sampling.greedy else random.uniform(num_speculative_tokens)
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
         one = torch.ones_like(state.committed)
         for depth in range(num_speculative_tokens):
             if depth > 0:
-                hidden = self._step(cache, tokens[-1][:, None], hidden)
-                cache.commit(one)
+                hidden = self._step(state.cache, tokens[-1][:, None], hidden)
+                state.cache.commit(one)
             logits = self.logits(hidden[:, 0])
             if uniforms is None:
                 tokens.append(self.vocab.to_target(logits.argmax(-1)))
@@ -140,6 +143,31 @@ class EagleDrafter(nn.Module):
         parents = tree.chain_parents(len(token_ids), num_speculative_tokens, token_ids.device)
         return Draft(token_ids, parents, torch.stack(laws, dim=1) if laws else None)
 
+    def propose_tree(
+        self,
+        state: EagleState,
+        committed: TargetFeatures,
+        *,
+        shape: StaticTree | DynamicTree,
+        children: str,
+        sampling: SamplingParams,
+        random: RequestRandom,
+    ) -> Draft:
+        """Take in the confirmed rows (B, R), then draft a tree, one pass of the layers for each of its levels."""
+        expander = _EagleExpander(self, state.cache, self._ingest(state, committed))
+        return grow(expander, shape, self.vocab, children=children, sampling=sampling, random=random)
+
+    def _ingest(self, state: EagleState, committed: TargetFeatures) -> Tensor:
+        """Read the confirmed rows: the estimate (B, 1, D) of the state that follows the last one."""
+        assert committed.hidden is not None
+        cache = state.cache
+        cache.truncate(state.committed)
+        hidden = self._step(cache, committed.next_token_ids, committed.hidden)
+        cache.commit(committed.lengths)
+        state.committed = cache.lengths
+        last = (committed.lengths.to(hidden.device) - 1).clamp(min=0)
+        return hidden[torch.arange(len(last), device=hidden.device), last][:, None]
+
     def _step(self, cache: KVCache, token_ids: Tensor, hidden: Tensor) -> Tensor:
         num_rows = token_ids.shape[1]
         cache.begin(num_rows)
@@ -147,3 +175,21 @@ class EagleDrafter(nn.Module):
         positions = lengths[:, None] + torch.arange(num_rows, device=hidden.device)
         mask = None if num_rows == 1 and cache.uniform else tree.attention_mask(lengths, num_rows)
         return self.stack(self.fuse(token_ids, hidden), positions, cache, mask)
+
+
+class _EagleExpander:
+    """Estimates behind the nodes of a tree, each read behind its parent's."""
+
+    def __init__(self, drafter: EagleDrafter, cache: KVCache, estimate: Tensor) -> None:
+        self._drafter, self._cache, self._estimates = drafter, cache, estimate  # (B, rows of the level above, D)
+        self._rows = TreeRows(cache)
+
+    def root(self) -> Tensor:
+        return self._drafter.logits(self._estimates)
+
+    def below(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        positions, mask = self._rows.begin(parents)
+        above = self._estimates.gather(1, parents[..., None].expand(-1, -1, self._estimates.shape[-1]))
+        self._estimates = self._drafter.stack(self._drafter.fuse(token_ids, above), positions, self._cache, mask)
+        self._rows.end(token_ids.shape[1])
+        return self._drafter.logits(self._estimates)

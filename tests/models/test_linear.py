@@ -59,6 +59,19 @@ def test_the_linears_of_a_module_and_of_its_heads_are_given_routes(monkeypatch: 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_gradients_pass_through_an_accelerated_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "fastest_routes", lambda *_: ("packed",) * 6)
+    head = Head(nn.Linear(8, 20), softcap=2.0)
+    x = torch.randn(3, 8)
+    gradients = []
+    for _ in range(2):
+        rows = x.clone().requires_grad_()
+        head(rows).square().sum().backward()
+        gradients.append(rows.grad)
+        accelerate([head.linear])
+    assert torch.equal(*gradients)
+
+
 def test_what_is_no_module_has_no_linears() -> None:
     assert linears_of(object()) == []
 

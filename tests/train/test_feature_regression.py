@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import datasets
 import lightning
 import pytest
 import torch
 from torch import Tensor, nn
 
-from data.loader import Batch
+from data.loader import Batch, StepBatches
 from models.checkpoint import native
 from models.errors import UserError
 from models.target import Target
@@ -23,7 +24,7 @@ from train.feature_regression import FeatureRegression, training_features
 PUBLISHED: dict[str, Any] = {
     "max_steps": 100, "lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0, "warmup_fraction": 0.05,
     "regression": "mse", "w_reg": 1.0, "w_cls": 0.1, "noise": 0.0, "num_steps": 1, "position_decay": 1.0,
-    "chunk_rows": 4, "seed": 0,
+    "chunk_rows": 4, "start": "least_squares", "seed": 0,
 }  # fmt: skip
 EAGLE = {"_target_": "models.drafter.eagle.EagleDrafter"}
 EXACT = {"atol": 1e-11, "rtol": 1e-11}
@@ -349,3 +350,43 @@ def test_bfloat16_states_are_counted_in_float32(target: Target) -> None:
     logits = nn.functional.linear(rows, head).double()
     expected = -(logits.softmax(-1) * logits.log_softmax(-1)).sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+# The least-squares start
+
+
+def test_training_starts_at_the_best_linear_map(target: Target, batch: Batch) -> None:
+    """The first estimates are those of a ridge regression over supervised positions, one by one."""
+    drafter = build_shaken(EAGLE, target, DraftVocab(target.vocab_size))
+    rows = [
+        {"token_ids": ids[:n].tolist(), "loss_mask": mask[:n].int().tolist()}
+        for ids, mask, n in zip(batch.token_ids, batch.loss_mask, batch.lengths.tolist(), strict=True)
+    ]
+    batches = StepBatches(datasets.Dataset.from_list(rows), 1, 12, seed=0)
+    module_of(drafter, target).start(batches)
+    hidden = target(batch.token_ids, capture_layers=(target.num_layers,)).hidden
+    read, wanted = [], []
+    for b, n in enumerate(batch.lengths.tolist()):
+        for t in range(n - 2):
+            if batch.loss_mask[b, t + 2]:
+                read.append(torch.cat([target.embedding(batch.token_ids[b, t + 1]), hidden[b, t]]))
+                wanted.append(hidden[b, t + 1])
+    x, y = torch.stack(read), torch.stack(wanted)
+    assert len(x) > 8
+    ridge = 1e-3 * x.square().sum() / x.shape[1]
+    weight = torch.linalg.solve(x.t() @ x + ridge * torch.eye(x.shape[1]), x.t() @ y).t()
+    torch.testing.assert_close(drafter.fc.weight.detach(), weight, atol=1e-8, rtol=1e-6)
+    features = training_features(target, drafter, batch)
+    (estimate,) = drafter.unroll(features, 1)
+    fused = torch.cat([target.embedding(features.next_token_ids), hidden], dim=-1)
+    torch.testing.assert_close(estimate, fused @ drafter.fc.weight.t(), **EXACT)
+
+
+def test_a_random_start_changes_nothing(target: Target, batch: Batch) -> None:
+    drafter = build_shaken(EAGLE, target, DraftVocab(target.vocab_size))
+    before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    rows = [{"token_ids": batch.token_ids[0].tolist(), "loss_mask": batch.loss_mask[0].int().tolist()}]
+    module_of(drafter, target, start="random").start(StepBatches(datasets.Dataset.from_list(rows), 1, 12, seed=0))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.state_dict().items())
+    with pytest.raises(UserError, match="least_squares or random"):
+        module_of(drafter, target, start="zero")
