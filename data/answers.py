@@ -19,7 +19,8 @@ from data.progress import Progress
 from data.prompts import Prompt
 from data.resumable import run_chunks
 from data.template import encode_conversation, encode_prompt, messages_of
-from engine.loop import DecodeSettings, generate
+from engine.loop import generate
+from engine.settings import DecodeSettings
 from models.errors import UserError
 from models.files import atomic_folder, write_text
 from models.sampling import SamplingParams

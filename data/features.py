@@ -47,8 +47,8 @@ class FeatureCache:
         free_bytes = shutil.disk_usage(folder).free
         if needed_bytes > 0.9 * free_bytes:
             raise UserError(
-                f"Caching hidden states needs {needed_bytes / 1e9:.1f} GB in {str(folder)!r}, where "
-                f"{free_bytes / 1e9:.1f} GB are free: use fit.hidden_states=online, or another data.folder."
+                f"Caching hidden states needs {needed_bytes / 1e6:,.0f} MB in {str(folder)!r}, where "
+                f"{free_bytes / 1e6:,.0f} MB are free: use fit.hidden_states=online, or another data.folder."
             )
         if missing:
             with Progress(f"hidden states ({needed_bytes / 1e6:.0f} MB)", len(groups)) as progress:

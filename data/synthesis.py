@@ -16,7 +16,8 @@ from data.progress import Progress
 from data.prompts import Prompt
 from data.resumable import run_chunks
 from data.template import require_template
-from engine.loop import DecodeSettings, generate
+from engine.loop import generate
+from engine.settings import DecodeSettings
 from models.errors import UserError
 from models.sampling import SamplingParams
 from models.target import Target

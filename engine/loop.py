@@ -3,42 +3,32 @@
 Plain decoding is the same loop with no drafter, and the baseline for everything. Each round costs one target pass over
 the pending token (emitted, but not yet seen by the target) and the draft behind it. Finished requests leave the batch.
 
-B batch (requests still running), N drafted tokens, L captured layers, D hidden size, V vocabulary.
+B batch (requests still running), N drafted tokens, P depth of a draft tree, L captured layers, D hidden size,
+V vocabulary.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from engine.choose import verify
+from engine.settings import DecodeSettings
 from engine.stats import DecodingStats
-from engine.verify import Verdict, verify_chain, verify_greedy
+from engine.stopping import StopStrings
+from engine.verify import Verdict
+from models import tree
 from models.cache import KVCache
 from models.errors import UserError
-from models.sampling import RequestRandom, SamplingParams, draw, probabilities
-from models.target import Target, TargetOutput
+from models.sampling import RequestRandom, adjust, check_vocabulary, draw, probabilities, seen_at_nodes, seen_tokens
+from models.target import Target
 from models.types import Draft, Drafter, DraftState, TargetFeatures
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeSettings:
-    """What to generate: `stop_token_ids` None means the target's own; `seed` starts each request's stream."""
-
-    max_new_tokens: int = 128
-    num_speculative_tokens: int = 4
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop_token_ids: frozenset[int] | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens is {self.max_new_tokens}: it must be at least 1.")
-        if self.num_speculative_tokens < 1:
-            raise UserError(f"num_speculative_tokens is {self.num_speculative_tokens}: it must be at least 1.")
 
 
 @dataclass(slots=True)
@@ -80,6 +70,7 @@ def generate(
     are not as many seeds as prompts.
     """
     check_prompts(target, prompts)
+    check_settings(target, drafter, settings)
     seeds = [settings.seed + i for i in range(len(prompts))] if seeds is None else seeds
     if len(seeds) != len(prompts):  # one seed would be broadcast: the same numbers for every request
         raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts")
@@ -93,6 +84,16 @@ def generate(
             batch.round()
     batch.seconds.total = time.perf_counter() - started
     return Generation(batch.answers, batch.stopped, batch.stats, batch.seconds)
+
+
+def check_settings(target: Target, drafter: Drafter | None, settings: DecodeSettings) -> None:
+    """Refuse settings that do not go with the target or the drafter, before any work starts."""
+    check_vocabulary(settings.sampling, target.vocab_size)
+    StopStrings(settings.stop_strings, target.decode)
+    if settings.stop_strings and target.tokenizer is None:
+        raise UserError(f"Stop strings need text, but target {target.name!r} has no tokenizer.")
+    if settings.tree is not None and drafter is not None and not hasattr(drafter, "propose_tree"):
+        raise UserError(f"{type(drafter).__name__} drafts chains only: leave decode.tree out.")
 
 
 def check_prompts(target: Target, prompts: Iterable[list[int]]) -> None:
@@ -122,21 +123,25 @@ class _Batch:
         self.target, self.prompts, self.settings, self.drafter = target, prompts, settings, drafter
         self.on_tokens = on_tokens
         self.capture = drafter.capture_layers if drafter is not None else ()
-        self.width = settings.num_speculative_tokens if drafter is not None else 0
+        self.width, self.depth = (settings.num_nodes, settings.depth) if drafter is not None else (0, 0)
         self.random = RequestRandom(seeds, self.width + 1, purpose=0, device=target.device)
         self.draft_random = RequestRandom(seeds, self.width + 1, purpose=1, device=target.device)
         stop = settings.stop_token_ids
         self.stop = target.stop_token_ids if stop is None else stop
+        self.stop_strings = StopStrings(settings.stop_strings, target.decode)
         self.room = [min(settings.max_new_tokens, target.max_positions - len(p)) for p in prompts]
         self.answers: list[list[int]] = [[] for _ in prompts]
         self.stopped = [False] * len(prompts)
         self.requests = list(range(len(prompts)))
-        self.stats = DecodingStats.empty(len(prompts), self.width)
+        self.stats = DecodingStats.empty(len(prompts), self.depth)
         self.seconds = Seconds()
         self.cache: KVCache
         self.state: DraftState | None = None
         self.pending: Tensor  # (B,) emitted tokens that the target has not read yet
         self.committed: TargetFeatures
+        self.seen: Tensor | None = None  # (B, V) tokens of the committed text, where a penalty needs them
+        if settings.sampling.needs_seen:
+            self.seen = seen_tokens(prompts, target.vocab_size, target.device)
 
     def prefill(self) -> None:
         """Read the prompts, padded on the right, and emit each request's first token."""
@@ -151,79 +156,110 @@ class _Batch:
         out = self.target.step(ids, self.cache, capture_layers=self.capture)
         self.cache.commit(lengths)
         rows, last = torch.arange(len(ids), device=ids.device), (lengths - 1).to(ids.device)
-        logits = self.target.head(out.last[rows, last])
-        self.pending = self._choose(logits[:, None])[:, 0]
+        logits = adjust(self.target.head(out.last[rows, last]), self.settings.sampling, self.seen)
+        if self.settings.sampling.greedy:
+            self.pending = logits.argmax(-1)
+        else:
+            self.pending = draw(probabilities(logits, self.settings.sampling), self.random.uniform(1)[:, 0])
         following = torch.cat([ids[:, 1:], ids[:, :1]], dim=1)
         following[rows, last] = self.pending
         self.committed = TargetFeatures(ids, following, out.hidden, lengths)
         if self.drafter is not None:
-            self.state = self.drafter.new_state(len(self.prompts), self.cache.capacity + self.width + 1)
-        self._emit([[token] for token in self.pending.tolist()], accepted=[0] * len(self.prompts))
+            self.state = self.drafter.new_state(len(self.prompts), self.cache.capacity + self.settings.draft_rows + 1)
+        first = [self._until_stop(r, [token]) for r, token in enumerate(self.pending.tolist())]
+        self._emit(first, accepted=[0] * len(self.prompts))
 
     def round(self) -> None:
         """Draft for every running request, check the drafts in one target pass, and commit what was accepted."""
-        limits = [min(self.width, self.room[r] - len(self.answers[r]) - 1) for r in self.requests]
+        limits = [min(self.depth, self.room[r] - len(self.answers[r]) - 1) for r in self.requests]
         started = time.perf_counter()
         draft = self._draft(max(limits))
+        if draft.lengths is not None:  # what is not meant is neither checked nor counted
+            limits = [min(pair) for pair in zip(limits, draft.lengths.tolist(), strict=True)]
+            draft = _first(draft, max(limits))
         drafted = time.perf_counter()
         nodes = torch.cat([self.pending[:, None], draft.token_ids], dim=1)  # (B, 1 + N)
-        out = self.target.step(nodes, self.cache, capture_layers=self.capture)
-        verdict = self._verify(self.target.head(out.last), draft, torch.tensor(limits, device=nodes.device))
-        accepted = verdict.accepted.tolist()
+        parents = nn.functional.pad(draft.parents + 1, (1, 0), value=-1) if draft.branches else None
+        out = self.target.step(nodes, self.cache, capture_layers=self.capture, parents=parents)
+        limit = torch.tensor(limits, device=nodes.device)
+        verdict = self._verify(self.target.head(out.last), nodes, parents, draft, limit)
+        path = None if verdict.path is None else nn.functional.pad(verdict.path + 1, (1, 0))  # (B, 1 + P) rows to keep
+        tokens = nodes if path is None else nodes.gather(1, path)
+        following = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1)
+        following.scatter_(1, verdict.accepted[:, None], verdict.extra_token[:, None])
+        counted = _counted(draft, verdict, limit, self.depth)
+        read = torch.cat([counted, following.double()], dim=1).tolist()  # waits for the device
         checked = time.perf_counter()
         self.seconds.draft += drafted - started
         self.seconds.verify += checked - drafted
-        self._commit(nodes, out, verdict)
-        expected = verdict.expected.cpu().numpy()
-        following = self.committed.next_token_ids.tolist()
-        emitted = [self._until_stop(row[: count + 1]) for row, count in zip(following, accepted, strict=True)]
-        for row, (request, limit, count) in enumerate(zip(self.requests, limits, accepted, strict=True)):
-            self.stats.add_round(request, limit, count, len(emitted[row]), expected[row])
-        self._emit(emitted, accepted)
+        accepted = [int(row[0]) for row in read]
+        counts = torch.tensor(accepted) + 1
+        self.cache.commit(counts, path)
+        hidden = out.hidden
+        if path is not None and hidden is not None:
+            hidden = hidden.gather(1, path[..., None].expand(-1, -1, hidden.shape[-1]))
+        self.committed = TargetFeatures(tokens, following, hidden, counts)
+        self.pending = verdict.extra_token
+        self._emit([self._count(row, request) for row, request in zip(read, self.requests, strict=True)], accepted)
 
-    def _until_stop(self, tokens: list[int]) -> list[int]:
-        """The tokens up to and including the first stop token."""
+    def _count(self, read: list[float], request: int) -> list[int]:
+        """Count a request's round, as `_counted` and the tokens behind it tell; returns the tokens to give out."""
+        accepted, reached = int(read[0]), int(read[1])
+        drafted, expected = np.array(read[2 : 2 + self.depth]), np.array(read[2 + self.depth : 2 + 2 * self.depth])
+        first = 2 + 2 * self.depth
+        tokens = self._until_stop(request, [int(token) for token in read[first : first + accepted + 1]])
+        self.stats.add_round(request, drafted, reached, accepted, len(tokens), expected)
+        return tokens
+
+    def _until_stop(self, request: int, tokens: list[int]) -> list[int]:
+        """The tokens up to and including the first that ends the answer, which is noted."""
         end = next((i + 1 for i, token in enumerate(tokens) if token in self.stop), None)
-        return tokens[:end]
+        found = self.stop_strings.find(self.answers[request], tokens[:end])
+        self.stopped[request] = end is not None or found is not None
+        return tokens[: end if found is None else found]
 
     def _draft(self, num_tokens: int) -> Draft:
         if self.drafter is None or self.state is None or num_tokens == 0:
             nothing = self.pending.new_zeros(len(self.pending), 0)
             return Draft(nothing, nothing, None)
+        settings = self.settings
+        if settings.tree is not None:
+            drafter: Any = self.drafter  # `generate` has seen to it that it drafts trees
+            tree_draft: Draft = drafter.propose_tree(
+                self.state,
+                self.committed,
+                shape=settings.tree,
+                children=settings.children,
+                sampling=settings.sampling,
+                random=self.draft_random,
+            )
+            return tree_draft
         return self.drafter.propose(
             self.state,
             self.committed,
             num_speculative_tokens=num_tokens,
-            sampling=self.settings.sampling,
+            sampling=settings.sampling,
             random=self.draft_random,
         )
 
-    def _verify(self, logits: Tensor, draft: Draft, limits: Tensor) -> Verdict:
-        if self.settings.sampling.greedy:
-            return verify_greedy(logits.argmax(-1), draft.token_ids, limits)
-        target_probs = probabilities(logits, self.settings.sampling)
-        uniforms = self.random.uniform(logits.shape[1])
-        return verify_chain(target_probs, draft.token_ids, draft.probs, limits, uniforms)
-
-    def _choose(self, logits: Tensor) -> Tensor:
-        if self.settings.sampling.greedy:
-            return logits.argmax(-1)
-        return draw(probabilities(logits, self.settings.sampling), self.random.uniform(logits.shape[1]))
-
-    def _commit(self, nodes: Tensor, out: TargetOutput, verdict: Verdict) -> None:
-        """Keep the pending token and the accepted ones; the extra token becomes pending."""
-        counts = verdict.accepted + 1
-        following = torch.cat([nodes[:, 1:], nodes[:, :1]], dim=1)
-        following.scatter_(1, verdict.accepted[:, None], verdict.extra_token[:, None])
-        self.pending = verdict.extra_token
-        self.cache.commit(counts)
-        self.committed = TargetFeatures(nodes, following, out.hidden, counts.to("cpu"))
+    def _verify(self, logits: Tensor, nodes: Tensor, parents: Tensor | None, draft: Draft, limits: Tensor) -> Verdict:
+        """Check a draft by the target's logits (B, 1 + N, V) at the pending token and the draft's."""
+        sampling, seen = self.settings.sampling, None
+        if self.seen is not None:
+            everything = torch.ones(nodes.shape[1], nodes.shape[1], dtype=torch.bool, device=nodes.device)
+            related = everything.tril().expand(len(nodes), -1, -1) if parents is None else tree.ancestors(parents)
+            seen = seen_at_nodes(self.seen, nodes, related)
+        logits = adjust(logits, sampling, seen)
+        uniforms = None if sampling.greedy else self.random.uniform(logits.shape[1])
+        verdict = verify(logits, draft, limits, sampling, self.settings.verification, uniforms)
+        if seen is not None:
+            self.seen = seen[torch.arange(len(nodes), device=nodes.device), verdict.last_node() + 1]
+        return verdict
 
     def _emit(self, tokens: list[list[int]], accepted: list[int]) -> None:
         """Append each running request's new tokens, and let finished requests leave."""
         running = []
         for row, (request, new, drafted) in enumerate(zip(self.requests, tokens, accepted, strict=True)):
-            self.stopped[request] = new[-1] in self.stop
             self.answers[request] += new
             if self.on_tokens is not None:
                 self.on_tokens(request, new, min(drafted, len(new)))
@@ -240,6 +276,8 @@ class _Batch:
         self.cache.select(rows)
         self.random.select(rows)
         self.draft_random.select(rows)
+        if self.seen is not None:
+            self.seen = self.seen[rows]
         if self.state is not None:
             self.state.select(rows)
         c = self.committed
@@ -250,3 +288,28 @@ class _Batch:
             hidden=None if c.hidden is None else c.hidden[rows],
             lengths=c.lengths[rows],
         )
+
+
+def _first(draft: Draft, num_tokens: int) -> Draft:
+    """The first tokens of a chain; none makes the round a plain step."""
+    assert not draft.branches, "lengths are for chains"
+    probs = None if draft.probs is None else draft.probs[:, :num_tokens]
+    return Draft(draft.token_ids[:, :num_tokens], draft.parents[:, :num_tokens], probs)
+
+
+def _counted(draft: Draft, verdict: Verdict, limits: Tensor, depth: int) -> Tensor:
+    """What the statistics count: (B, 2 + 2·depth) float64.
+
+    Accepted tokens; depths at which something was tested; drafted tokens at each depth; chances of acceptance there.
+    """
+    position = torch.arange(depth, device=limits.device)
+    if draft.branches:
+        level = tree.ancestors(draft.parents).sum(-1) - 1  # (B, N)
+        drafted = ((level[..., None] == position) & (position < limits[:, None, None])).sum(1)
+        goes_on = (draft.parents == verdict.last_node()[:, None]).any(1)  # a leaf has nothing below it to test
+        reached = torch.minimum(verdict.accepted + goes_on, limits)
+    else:
+        drafted = position < limits[:, None]
+        reached = torch.minimum(verdict.accepted + 1, limits)
+    expected = nn.functional.pad(verdict.expected, (0, depth - verdict.expected.shape[1]))
+    return torch.cat([torch.stack([verdict.accepted, reached], dim=1), drafted, expected], dim=1).double()

@@ -17,14 +17,17 @@ Array = NDArray[np.float64]
 
 @dataclass(slots=True)
 class DecodingStats:
-    """What happened to the drafts of R requests at N positions.
+    """What happened to the drafts of R requests at N positions; in a draft tree a position is a depth.
 
-    `rounds` are target passes after the prompt's own; `emitted` the tokens they gave, the extra token counted;
-    `drafted`, `tested` and `accepted` count tokens by position, `expected` sums Σ_x min(p, q) over tested ones.
+    `rounds` are target passes after the prompt's own; `emitted` the tokens they gave, the extra token counted.
+    `drafts` counts those that had a token at the position and `drafted` the tokens there (more than one in a tree);
+    `tested` and `accepted` count positions, and `expected` sums over tested ones the chance that a token there is
+    accepted: Σ_x min(p, q) in a chain.
     """
 
     rounds: Array  # (R,)
     emitted: Array  # (R,)
+    drafts: Array  # (R, N)
     drafted: Array  # (R, N)
     tested: Array  # (R, N)
     accepted: Array  # (R, N)
@@ -33,7 +36,7 @@ class DecodingStats:
     @classmethod
     def empty(cls, num_requests: int, num_positions: int) -> DecodingStats:
         """All counters at zero."""
-        by_position = [np.zeros((num_requests, num_positions)) for _ in range(4)]
+        by_position = [np.zeros((num_requests, num_positions)) for _ in range(5)]
         return cls(np.zeros(num_requests), np.zeros(num_requests), *by_position)
 
     @classmethod
@@ -41,15 +44,20 @@ class DecodingStats:
         """Put the requests of several runs, with equally many positions, one behind another."""
         return cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
 
-    def add_round(self, request: int, limit: int, accepted: int, emitted: int, expected: Array) -> None:
-        """Count one round of a request: `limit` tokens drafted, the first `accepted` kept, `emitted` tokens given out.
+    def add_round(
+        self, request: int, drafted: Array, reached: int, accepted: int, emitted: int, expected: Array
+    ) -> None:
+        """Count one round of a request.
 
-        Where a stop token ends the answer inside the draft, what lies behind it is neither accepted nor tested.
+        `drafted` (N,) tokens stood at each position, those at the first `reached` were tested, `accepted` kept, and
+        `emitted` tokens given out. Where a stop token ends the answer inside the draft, what lies behind it is neither
+        accepted nor tested.
         """
-        tested = min(accepted + 1, limit, emitted)
+        tested = min(reached, emitted)
         self.rounds[request] += 1
         self.emitted[request] += emitted
-        self.drafted[request, :limit] += 1
+        self.drafts[request] += drafted > 0
+        self.drafted[request] += drafted
         self.tested[request, :tested] += 1
         self.accepted[request, : min(accepted, emitted)] += 1
         self.expected[request, :tested] += expected[:tested]
@@ -88,7 +96,7 @@ class DecodingStats:
     @property
     def acceptance_per_position(self) -> list[float]:
         """Drafts whose i-th token was accepted over all drafts of at least i tokens (joint, as vLLM reports it)."""
-        return [_ratio(a, d) for a, d in zip(self.accepted.sum(0), self.drafted.sum(0), strict=True)]
+        return [_ratio(a, d) for a, d in zip(self.accepted.sum(0), self.drafts.sum(0), strict=True)]
 
     @property
     def conditional_acceptance(self) -> list[float]:

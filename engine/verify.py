@@ -35,6 +35,13 @@ class Verdict:
     expected: Tensor  # (B, N), or (B, P) for a tree
     path: Tensor | None = None  # (B, P), None for a chain
 
+    def last_node(self) -> Tensor:
+        """The last accepted node (B,), −1 where none was."""
+        if self.path is None or self.path.shape[1] == 0:
+            return self.accepted - 1
+        last = self.path.gather(1, (self.accepted - 1).clamp(min=0)[:, None]).squeeze(1)
+        return torch.where(self.accepted > 0, last, -1)
+
 
 def verify_greedy(target_tokens: Tensor, draft_tokens: Tensor, limits: Tensor) -> Verdict:
     """Accept drafted tokens for as long as they are the target's own choice.

@@ -8,7 +8,6 @@ Prints a table, and writes acceptance.json (with provenance) and acceptance.png.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,37 +29,36 @@ def job(config: DictConfig) -> None:
     from models.checkpoint import native  # heavy imports wait until the command line is known to be right
 
     exports = [native.read(folder) for folder in folders]
-    from engine.loop import DecodeSettings
+    from engine.loop import check_settings
+    from engine.options import decode_settings
     from eval.measure import measure
-    from eval.prompt_sets import prompt_set
-    from eval.table import draw, print_tables
-    from models.files import write_text
-    from models.linear import accelerate
-    from models.sampling import SamplingParams
+    from eval.prompt_sets import prompt_set, without_fitted
+    from eval.table import draw, print_tables, unique_names
+    from models.drafter import accelerate_drafter
+    from models.files import write_json
     from models.target import load_target
-    from models.target.head import linears_of
 
     wanted = {**exports[0].target["load"], **{k: v for k, v in options["target"].items() if v is not None}}
     output = Path(options["output"] or folders[0].parent / f"acceptance-{Path(options['prompts']).stem}")
-    write_text(output / "config.json", json.dumps(options, indent=1) + "\n")  # before the long work: can it be written?
+    write_json(output / "config.json", options)  # before the long work: can it be written?
     target = load_target(**wanted)
     drafters = [native.load(folder, target) for folder in folders]
     target.accelerate()
     for drafter in drafters:
-        accelerate(linears_of(drafter))
-    prompts = prompt_set(options["prompts"], target, options["num_prompts"], options["seed"])
-    decode = options["decode"]
-    names = _names(folders, [e.name for e in exports])
-    measured = []
+        accelerate_drafter(drafter)
+    prompts = without_fitted(
+        prompt_set(options["prompts"], target, options["num_prompts"], options["seed"]), options["decode"]["tree"]
+    )
+    names = unique_names(folders, [e.name for e in exports])
+    runs = []
     for name, export, drafter in zip(names, exports, drafters, strict=True):
         for temperature in _as_list(options["temperatures"]):
-            settings = DecodeSettings(
-                max_new_tokens=decode["max_new_tokens"],
-                num_speculative_tokens=decode["num_speculative_tokens"] or export.num_speculative_tokens,
-                sampling=SamplingParams(float(temperature), decode["top_k"], decode["top_p"]),
-                seed=options["seed"],
+            settings = decode_settings(
+                options["decode"], float(temperature), options["seed"], export.num_speculative_tokens
             )
-            measured.append((name, measure(target, drafter, prompts, settings, repeats=options["repeats"])))
+            check_settings(target, drafter, settings)
+            runs.append((name, drafter, settings))
+    measured = [(n, measure(target, d, prompts, s, repeats=options["repeats"])) for n, d, s in runs]
     print_tables(measured)
     draw(measured, output / "acceptance.png")
     write_report(options, measured, output)
@@ -70,33 +68,17 @@ def job(config: DictConfig) -> None:
 def write_report(options: dict[str, Any], measured: list[tuple[str, Measurement]], folder: Path) -> None:
     """Write acceptance.json: the options, every rate with its counts, and provenance; whole or not at all."""
     from eval.provenance import provenance
-    from models.files import write_text
+    from models.files import write_json
 
     results = [
         {"drafter": name, **m.summary(), "by_category": m.by_category(), "counts": m.counts()} for name, m in measured
     ]
     report = {"config": options, "results": results, "provenance": provenance()}
-    write_text(folder / "acceptance.json", json.dumps(_without_nan(report), indent=1) + "\n")
-
-
-def _without_nan(value: Any) -> Any:
-    """JSON knows no nan: a rate of which nothing was counted is null."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return None if value != value else value
+    write_json(folder / "acceptance.json", report)
 
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _names(folders: list[Path], kinds: list[str]) -> list[str]:
-    """The kind of drafter, with the run's folder where two exports are of one kind."""
-    return [
-        k if kinds.count(k) == 1 else f"{k} ({f.resolve().parent.name})" for k, f in zip(kinds, folders, strict=True)
-    ]
 
 
 if __name__ == "__main__":

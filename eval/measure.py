@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from data.answers import context_ids
 from data.progress import Progress
 from data.prompts import Prompt
-from engine.loop import DecodeSettings, Generation, check_prompts, generate
+from engine.loop import Generation, check_prompts, generate
+from engine.options import describe_tree
+from engine.settings import DecodeSettings
 from engine.stats import DecodingStats
-from models.sampling import probabilities
+from models.sampling import SamplingParams, adjust, probabilities, seen_at_nodes, seen_tokens
 from models.target import Target
 from models.types import Drafter
 from models.vocab import DraftVocab
@@ -41,7 +44,7 @@ class Measurement:
     def empty(cls, settings: DecodeSettings, categories: list[str]) -> Measurement:
         """Nothing counted yet, for prompts of these categories."""
         count = len(categories)
-        stats = DecodingStats.empty(count, settings.num_speculative_tokens)
+        stats = DecodingStats.empty(count, settings.depth)
         return cls(settings, categories, stats, np.zeros(count), np.zeros(count), np.zeros(count), np.zeros(count))
 
     @property
@@ -99,7 +102,11 @@ class Measurement:
             "prompts": len(self.categories),
             "tokens": int(self.speculative_tokens.sum()),
             "temperature": self.settings.sampling.temperature,
-            "num_speculative_tokens": self.settings.num_speculative_tokens,
+            "num_speculative_tokens": self.settings.depth,
+            "num_nodes": self.settings.num_nodes,
+            "tree": describe_tree(self.settings.tree),
+            "verification": self.settings.verification,
+            "lossless": self.settings.lossless,
             "acceptance_rate": s.acceptance_rate,
             "expected_acceptance_rate": s.expected_acceptance_rate,
             "acceptance_rate_interval": self.interval(lambda m: m.stats.acceptance_rate),
@@ -141,7 +148,9 @@ def measure(
                 _add(result, index, plain, speculative)
                 if settings.sampling.greedy and plain.token_ids != speculative.token_ids:
                     same = False
-                    result.near_ties.append(_gap(target, context, plain.token_ids[0], speculative.token_ids[0]))
+                    result.near_ties.append(
+                        _gap(target, context, plain.token_ids[0], speculative.token_ids[0], settings)
+                    )
                 if not prompt.continuation:
                     answers += (target.decode(plain.token_ids[0]),)
             result.identical += same
@@ -159,11 +168,23 @@ def ceiling(target: Target, vocab: DraftVocab, contexts: list[list[int]], settin
     inside[vocab.to_target(torch.arange(vocab.size, device=target.device))] = 1.0
     mass, count = 0.0, 0
     for context, answer in zip(contexts, answers, strict=True):
-        ids = torch.tensor([context + answer[:-1]], device=target.device)
-        law = probabilities(target.head(target(ids).last[0, len(context) - 1 :]), settings.sampling)
+        logits = answer_logits(target, context, answer, settings.sampling)
+        law = probabilities(logits, settings.sampling)
         mass += float((law.double() @ inside).sum())
         count += len(answer)
     return mass / count
+
+
+def answer_logits(target: Target, context: list[int], answer: list[int], sampling: SamplingParams) -> Tensor:
+    """The adjusted logits (S, V) that each of the answer's S tokens was chosen from."""
+    ids = torch.tensor([context + answer[:-1]], device=target.device)
+    logits, seen = target.head(target(ids).last[0, len(context) - 1 :]), None
+    if sampling.needs_seen:
+        said = torch.tensor([answer], device=target.device)
+        path = torch.ones(1, len(answer), len(answer), dtype=torch.bool, device=target.device).tril()
+        prompt = seen_tokens([context], target.vocab_size, target.device)
+        seen = torch.cat([prompt, seen_at_nodes(prompt, said, path)[0, :-1]])
+    return adjust(logits, sampling, seen)
 
 
 def _in_turns(
@@ -189,9 +210,11 @@ def _add(result: Measurement, index: int, plain: Generation, speculative: Genera
 
 
 @torch.inference_mode()
-def _gap(target: Target, context: list[int], plain: list[int], speculative: list[int]) -> float:
+def _gap(
+    target: Target, context: list[int], plain: list[int], speculative: list[int], settings: DecodeSettings
+) -> float:
     """Difference of the two largest logits at the first token where the answers part."""
     parted = next(i for i, (a, b) in enumerate(zip(plain, speculative, strict=False)) if a != b)
-    ids = torch.tensor([context + plain[:parted]], device=target.device)
-    first, second = target.head(target(ids).last[0, -1]).topk(2).values.tolist()
+    logits = answer_logits(target, context, plain[: parted + 1], settings.sampling)[-1]
+    first, second = logits.topk(2).values.tolist()
     return first - second

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from data.prompts import BUILTIN, Prompt, SplitSizes, StandardLibrary, read_prompts, split_prompts
 from models.errors import UserError
@@ -29,6 +31,25 @@ def prompt_set(name: str, target: Target, limit: int | None, seed: int = 0) -> l
         raise UserError(f"prompts={name}: there is no such file; choose auto, builtin, stdlib or a JSONL file.")
     prompts = list(read_prompts(BUILTIN if name == "builtin" else Path(name)))
     return prompts if limit is None else _spread(prompts, limit)
+
+
+def without_fitted(prompts: list[Prompt], tree: Any) -> list[Prompt]:
+    """The prompts that a draft tree was not built on, where `tree` is a file of eval/tree.py; else all of them.
+
+    Raises UserError where none is left.
+    """
+    if not isinstance(tree, str):
+        return prompts
+    try:
+        fitted = set(json.loads(Path(tree).read_text()).get("prompt_ids", []))
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"decode.tree={tree}: cannot read a draft tree from it ({error}).") from error
+    left = [prompt for prompt in prompts if prompt.id not in fitted]
+    if not left:
+        raise UserError(f"{tree} was built on all of these {len(prompts)} prompts: measure on others (prompts=FILE).")
+    if len(left) < len(prompts):
+        print(f"{len(prompts) - len(left)} of {len(prompts)} prompts are left out: {tree} was built on them")
+    return left
 
 
 def _spread(prompts: list[Prompt], limit: int) -> list[Prompt]:

@@ -24,6 +24,8 @@ def print_tables(measured: Named, console: Console | None = None) -> None:
         "per token, plain / speculative, run in turns. [95% bootstrap interval over prompts]",
         style="dim",
     )
+    if not all(m.settings.lossless for _, m in measured):
+        console.print("lossy: typical acceptance gives tokens that do not have the target's own law")
     if len({category for _, m in measured for category in m.categories}) > 1:
         console.print(_by_category(measured))
     for name, m in measured:
@@ -34,6 +36,13 @@ def print_tables(measured: Named, console: Console | None = None) -> None:
             console.print(_identity(name, m))
 
 
+def unique_names(folders: list[Path], kinds: list[str]) -> list[str]:
+    """The kind of each drafter, with its run's folder where two exports are of one kind."""
+    return [
+        k if kinds.count(k) == 1 else f"{k} ({f.resolve().parent.name})" for k, f in zip(kinds, folders, strict=True)
+    ]
+
+
 def _overview(measured: Named) -> Table:
     table = Table(title="Acceptance in the engine")
     for column in ("drafter", "T", "k", "α expected", "α realised", "by position", "τ", "speed-up"):
@@ -41,9 +50,9 @@ def _overview(measured: Named) -> Table:
     for name, m in measured:
         s = m.summary()
         table.add_row(
-            name,
+            name if s["lossless"] else f"{name} (lossy)",
             f"{s['temperature']:g}",
-            str(s["num_speculative_tokens"]),
+            str(s["num_speculative_tokens"]) if m.settings.tree is None else f"{s['num_nodes']} in a tree",
             f"{s['expected_acceptance_rate']:.3f}",
             _with_interval(s, "acceptance_rate"),
             " ".join(f"{x:.2f}" for x in s["conditional_acceptance"]),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -66,6 +68,19 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file, whole or not at all. Raises UserError where the disk refuses."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file, whole or not at all; it knows no nan, so that a rate of which nothing was counted is null."""
+    write_text(path, json.dumps(_without_nan(value), indent=1) + "\n")
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if value != value else value
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -33,18 +33,19 @@ class StaticTree:
                 f"A draft tree has {len(self.parents)} parents and {len(self.ranks)} ranks: it needs one of each for "
                 "every node, and at least one node."
             )
-        seen: set[tuple[int, int]] = set()
+        _refuse_other_than_ints("A draft tree's parents and ranks", (*self.parents, *self.ranks))
+        last: dict[int, int] = {}  # siblings are verified in order of their index, and drawn in order of their rank
         for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True)):
             if not -1 <= parent < node:
                 raise UserError(
                     f"Node {node} of a draft tree has parent {parent}: it must be −1 or the index of an earlier node."
                 )
-            if rank < 0 or (parent, rank) in seen:
+            if rank <= last.get(parent, -1):
                 raise UserError(
                     f"Node {node} of a draft tree has rank {rank} under parent {parent}: ranks must be 0 or more, and "
-                    "differ between siblings."
+                    "rise from sibling to sibling."
                 )
-            seen.add((parent, rank))
+            last[parent] = rank
 
     @classmethod
     def chain(cls, num_nodes: int) -> StaticTree:
@@ -135,6 +136,11 @@ class StaticTree:
         return 1.0 + sum(product)
 
 
+def _refuse_other_than_ints(what: str, values: tuple[int, ...]) -> None:
+    if not all(type(value) is int for value in values):
+        raise UserError(f"{what} are {', '.join(map(repr, values))}: they must be whole numbers.")
+
+
 def _room(acceptance: Sequence[Sequence[float]], most: int) -> int:
     """How many nodes, up to `most`, a tree on a checked acceptance table can have."""
     if most < 1:
@@ -188,6 +194,7 @@ class DynamicTree:
     num_nodes: int
 
     def __post_init__(self) -> None:
+        _refuse_other_than_ints("depth, top_k and num_nodes of a draft tree", (self.depth, self.top_k, self.num_nodes))
         for name in ("depth", "top_k", "num_nodes"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} of a dynamic draft tree is {getattr(self, name)}: it must be at least 1.")
@@ -230,9 +237,10 @@ def chain_parents(batch_size: int, num_nodes: int, device: torch.device | None =
 def depths(parents: Tensor) -> Tensor:
     """Depth of each node, 0 for children of the last committed token: (B, N) → (B, N).
 
-    Raises ValueError where a parent does not come before its child.
+    Raises ValueError, on a CPU, where a parent does not come before its child.
     """
-    if (parents >= torch.arange(parents.shape[1], device=parents.device)).any() or (parents < -1).any():
+    order = torch.arange(parents.shape[1], device=parents.device)
+    if parents.device.type == "cpu" and ((parents >= order) | (parents < -1)).any():  # elsewhere asking takes too long
         raise ValueError("a node's parent must be −1 or the index of an earlier node")
     return ancestors(parents).sum(-1) - 1
 
@@ -246,37 +254,47 @@ def ancestors(parents: Tensor) -> Tensor:
     return reach > 0
 
 
-def level_mask(lengths: Tensor, ancestors_rows: Tensor) -> Tensor:
+def level_mask(lengths: Tensor, ancestors_rows: Tensor, *, longest: int | None = None) -> Tensor:
     """Which key slots the new rows of a tree may read while it is drafted level by level.
 
     The T rows drafted so far, the new ones included, take the slots lengths[b] .. lengths[b] + T − 1 of request b.
-    A new row reads every committed slot, and of the drafted rows those that ancestors_rows (B, Q, T) marks.
+    A new row reads every committed slot, and of the drafted rows those that ancestors_rows (B, Q, T) marks. `longest`
+    is max(lengths), where the host knows it: a GPU would have to be asked.
 
     Returns (B, 1, Q, W) bool with W = max(lengths) + T, True where attention is allowed.
     """
     num_queries, num_rows = ancestors_rows.shape[1:]
-    slot = torch.arange(int(lengths.max()) + num_rows, device=ancestors_rows.device)
+    longest = int(lengths.max()) if longest is None else longest
+    slot = torch.arange(longest + num_rows, device=ancestors_rows.device)
     offset = slot - lengths.to(slot.device)[:, None, None]  # (B, 1, W) index among the drafted, negative if committed
     marked = ancestors_rows.gather(2, offset.clamp(0, num_rows - 1).expand(-1, num_queries, -1))
     return ((offset < 0) | (marked & (offset < num_rows))).unsqueeze(1)
 
 
 def attention_mask(
-    lengths: Tensor, num_queries: int, *, tree: Tensor | None = None, depth: Tensor | None = None, window: int = 0
+    lengths: Tensor,
+    num_queries: int,
+    *,
+    tree: Tensor | None = None,
+    depth: Tensor | None = None,
+    window: int = 0,
+    longest: int | None = None,
 ) -> Tensor:
     """Which key slots each new row may read, for caches that hold a different number of rows per request.
 
     The new rows of request b take the slots lengths[b] .. lengths[b] + Q − 1. Each reads every committed slot and the
     new rows before it, or, with `tree` (B, Q, Q), those that the tree marks. `window` > 0 hides keys whose position is
-    `window` or more before the query's; positions of new rows are then lengths + `depth` (B, Q).
+    `window` or more before the query's; positions of new rows are then lengths + `depth` (B, Q). `longest` is
+    max(lengths), where the host knows it.
 
     Returns (B, 1, Q, W) bool with W = max(lengths) + Q, True where attention is allowed.
     """
     device = lengths.device
-    slot = torch.arange(int(lengths.max()) + num_queries, device=device)
+    longest = int(lengths.max()) if longest is None else longest
+    slot = torch.arange(longest + num_queries, device=device)
     order = torch.arange(num_queries, device=device)
     offset = slot[None, None, :] - lengths[:, None, None]  # (B, 1, W) index among the new rows, negative if committed
-    allowed = offset <= order[None, :, None] if tree is None else level_mask(lengths, tree).squeeze(1)
+    allowed = offset <= order[None, :, None] if tree is None else level_mask(lengths, tree, longest=longest).squeeze(1)
     if window > 0:
         steps = order.expand(len(lengths), -1) if depth is None else depth  # (B, Q)
         key_step = torch.where(

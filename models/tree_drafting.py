@@ -56,11 +56,16 @@ def grow(
 ) -> Draft:
     """Draft a tree of the given shape. `children` is how those of a static tree are chosen (`choose_children`).
 
-    A dynamic tree always takes the likeliest tokens. Raises UserError for an unknown kind.
+    A dynamic tree always takes the likeliest tokens. Raises UserError for a tree with more children than tokens.
     """
     if isinstance(shape, DynamicTree):
         return _grow_dynamic(expander, shape, vocab)
     check_children(children)
+    if max(shape.ranks) >= vocab.size:
+        raise UserError(
+            f"The draft tree asks for {max(shape.ranks) + 1} children of a node, but the drafter proposes {vocab.size} "
+            "tokens: use a smaller tree."
+        )
     uniforms = None if sampling.greedy or children == "top" else random.uniform(shape.num_nodes)
     return _grow_static(expander, shape, vocab, children, sampling, uniforms)
 
@@ -111,7 +116,8 @@ def _grow_static(
     logits = expander.root()
     batch_size, device = len(logits), logits.device
     tokens = torch.zeros(batch_size, shape.num_nodes, dtype=torch.int64, device=device)
-    laws = None if uniforms is None else logits.new_zeros(batch_size, shape.num_nodes, vocab.size).float()
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    laws = None if uniforms is None else logits.new_zeros(batch_size, shape.num_nodes, vocab.size, dtype=dtype)
     asked = [-1]  # the nodes that `logits` are about
     for nodes in shape.levels:
         above = [asked.index(shape.parents[node]) for node in nodes]
@@ -123,7 +129,7 @@ def _grow_static(
         chosen = choose_children(logits, max(rank) + 1, kind, sampling, chances)
         tokens[:, nodes] = vocab.to_target(chosen.token_ids[:, above, rank])
         if laws is not None and chosen.laws is not None:
-            laws[:, nodes] = chosen.laws[:, above, rank].to(laws.dtype)
+            laws[:, nodes] = chosen.laws[:, above, rank]
         inner = [node for node in nodes if node in shape.parents]
         if inner:
             parents = torch.tensor([asked.index(shape.parents[node]) for node in inner], device=device)
@@ -140,14 +146,15 @@ def _grow_dynamic(expander: Expander, shape: DynamicTree, vocab: DraftVocab) -> 
     """
     logits = expander.root()
     batch_size, device, k = len(logits), logits.device, min(shape.top_k, vocab.size)
-    found = logits.log_softmax(-1).topk(k, dim=-1)  # (B, 1, k)
+    dtype = torch.promote_types(logits.dtype, torch.float32)  # sums of bfloat16 tie
+    found = logits.log_softmax(-1, dtype=dtype).topk(k, dim=-1)  # (B, 1, k)
     scores, tokens = found.values.flatten(1), vocab.to_target(found.indices.flatten(1))
     parents = torch.full_like(tokens, -1)
     chosen = torch.arange(k, device=device).expand(batch_size, k)  # candidates of the last level that are expanded
     above = torch.zeros_like(chosen)  # and their parents among those expanded before
     for _ in range(1, shape.depth):
         logits = expander.below(tokens.gather(1, chosen), above)
-        found = logits.log_softmax(-1).topk(k, dim=-1)  # (B, k, k)
+        found = logits.log_softmax(-1, dtype=dtype).topk(k, dim=-1)  # (B, k, k)
         new_scores = (scores.gather(1, chosen)[..., None] + found.values).flatten(1)
         first = tokens.shape[1]
         tokens = torch.cat([tokens, vocab.to_target(found.indices.flatten(1))], dim=1)
@@ -181,7 +188,8 @@ class TreeRows:
         lengths = self._committed.to(parents.device)
         positions = (lengths[:, None] + self._depth).expand(batch_size, num_rows)
         self._depth += 1
-        return positions, tree.level_mask(lengths, self._ancestors)
+        longest = int(self._committed.max())  # on the host
+        return positions, tree.level_mask(lengths, self._ancestors, longest=longest)
 
     def end(self, num_rows: int) -> None:
         """Keep the level's rows for the levels below."""

@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from models.sampling import RequestRandom, SamplingParams
+from models.tree import DynamicTree, StaticTree
 from models.vocab import DraftVocab
 
 
@@ -34,11 +35,18 @@ class Draft:
     """Proposed tokens. `probs` is the law each token was really drawn from; None where each is a point mass.
 
     `branches` says on the host whether `parents` are those of a tree: a chain needs no mask of its own.
+
+    A drafter of chains that has less than N tokens to say for a request, or nothing, gives `lengths`: the first
+    lengths[b] are meant, and the rest is padding that is neither checked nor counted. Such a length must be fixed
+    before the tokens that it cuts are drawn, by the committed text (look-up: how much followed the match). Given that
+    text the draft is then one of a fixed length, for which verification is exact whatever the length; a length that
+    looked at the value of a token which it cuts would let only some values be tested, and change the output's law.
     """
 
     token_ids: Tensor  # (B, N) in the target's vocabulary
     parents: Tensor  # (B, N) −1 is the last committed token; a chain is arange(N) − 1
     probs: Tensor | None  # (B, N, V)
+    lengths: Tensor | None = None  # (B,) of 0 .. N, on the host; None: all N
     branches: bool = False
 
 
@@ -59,12 +67,6 @@ class Drafter(Protocol):
     capture_layers: tuple[int, ...]
     vocab: DraftVocab
 
-    def unroll(self, features: TargetFeatures, num_steps: int) -> Iterator[Tensor]:
-        """For training: yield the hidden states (B, S, D) of step 0, 1, ..; row t of step s is about x_{t+2+s}."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Draft logits (..., Vd) of hidden states (..., D); apart from `unroll`, so that losses can chunk it."""
-
     def new_state(self, batch_size: int, max_len: int) -> DraftState:
         """Memory for requests of at most `max_len` rows, those of a draft included."""
 
@@ -82,3 +84,29 @@ class Drafter(Protocol):
         The drafter first drops from `state` whatever it had drafted itself. `random` holds a stream per request in
         place of one generator, so that a request's draft is the same in any batch.
         """
+
+
+class TrainableDrafter(Drafter, Protocol):
+    """A drafter with something to learn. The engine needs none of this, and a drafter without weights has none."""
+
+    def unroll(self, features: TargetFeatures, num_steps: int) -> Iterator[Tensor]:
+        """For training: yield the hidden states (B, S, D) of step 0, 1, ..; row t of step s is about x_{t+2+s}."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Draft logits (..., Vd) of hidden states (..., D); apart from `unroll`, so that losses can chunk it."""
+
+
+class TreeDrafter(Drafter, Protocol):
+    """A drafter that can say what follows several tokens at once."""
+
+    def propose_tree(
+        self,
+        state: DraftState,
+        committed: TargetFeatures,
+        *,
+        shape: StaticTree | DynamicTree,
+        children: str,
+        sampling: SamplingParams,
+        random: RequestRandom,
+    ) -> Draft:
+        """As `propose`, a tree of the given shape; `children` is how those of a static tree are chosen."""

@@ -14,7 +14,8 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from data.progress import Progress
-from engine.loop import DecodeSettings, generate
+from engine.loop import generate
+from engine.settings import DecodeSettings
 from models.files import replacing, write_tensors
 from models.target import Target
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from eval.measure import Measurement
 from models.checkpoint.native import Export
@@ -16,8 +17,6 @@ def model_card(export: Export, measured: list[tuple[str, Measurement]]) -> str:
     """Markdown for the export's README.md; `measured` is empty before the measurement."""
     p = export.provenance
     versions = ", ".join(f"{name} {version}" for name, version in p["versions"].items() if version)
-    data = p["data"]
-    whose = "the target's own" if data["settings"]["answers"] == "target" else "their given"
     return f"""# {export.name} drafter for {export.target["name"]}
 
 A draft component for speculative decoding: it proposes tokens, the target checks them, and what comes out is what the
@@ -25,9 +24,8 @@ target alone would have said.
 
 - Target: `{export.target["name"]}` (fingerprint `{export.target["fingerprint"]}`; loading against another one refuses).
   The target's licence governs what may be done with both together.
-- Trained on: {data["num_prompts"]} prompts with {whose} answers (prompts `{data["prompts"]}`, settings
-  `{json.dumps(data["settings"])}`).
-- Trained by: `{p["command"]}`, revision {p["git_revision"]}, {versions}. The whole configuration is in `config.json`.
+- Trained on: {_learnt_from(p["data"])}.
+- Made by: `{p["command"]}`, revision {p["git_revision"]}, {versions}. The whole configuration is in `config.json`.
 
 ## Measured
 
@@ -39,7 +37,8 @@ target alone would have said.
 
 ```python
 from pathlib import Path
-from engine.loop import DecodeSettings, generate
+from engine.loop import generate
+from engine.settings import DecodeSettings
 from models.checkpoint import native
 from models.target import load_target
 
@@ -49,6 +48,14 @@ ids = target.encode("def main(")
 print(target.decode(generate(target, [ids], DecodeSettings(), drafter).token_ids[0]))
 ```
 """
+
+
+def _learnt_from(data: dict[str, Any] | None) -> str:
+    if data is None:
+        return "nothing in this run; the drafter is measured as it came"
+    whose = "the target's own" if data["settings"]["answers"] == "target" else "their given"
+    settings = json.dumps(data["settings"])
+    return f"{data['num_prompts']} prompts with {whose} answers (prompts `{data['prompts']}`, settings\n  `{settings}`)"
 
 
 def _figures(measured: list[tuple[str, Measurement]]) -> str:

@@ -1,6 +1,7 @@
 """The main job, stage by stage: answers → drafter → training → export → measurement.
 
-Every stage keeps what it finished, so the same command, started again, goes on where it stopped.
+Every stage keeps what it finished, so the same command, started again, goes on where it stopped. A drafter whose
+`training` is null needs no answers, and is exported as it is built.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ from data.answers import build_answers, context_ids, describe, open_answers
 from data.features import FeatureCache
 from data.loader import StepBatches, step_loader
 from data.prompts import Prompt, PromptSource, SplitSizes, split_prompts
-from engine.loop import check_prompts, generate
+from engine.loop import check_prompts, check_settings, generate
 from eval.acceptance import write_report
 from eval.measure import Measurement, measure
 from eval.provenance import provenance
 from eval.table import draw, print_tables
 from models.checkpoint import native
+from models.drafter import accelerate_drafter
 from models.errors import UserError
 from models.files import write_text
-from models.linear import accelerate
 from models.target import Target
-from models.target.head import linears_of
 from models.vocab import DraftVocab
 from train.callbacks import AtomicCheckpoints, BlockEfficiency, LastCheckpoint, TrainingProgress, quiet_lightning
 from train.model_card import model_card
@@ -36,21 +36,23 @@ from train.settings import (
     Options,
     answer_settings,
     check,
-    decode_settings,
     instantiate,
+    is_trained,
+    measured_settings,
     record,
     record_data,
+    temperatures,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What training needs: batches of answers, prompts of the other splits, and what the answers came from."""
+    """Batches of answers, prompts of the other splits, and what the answers came from; without training, only test."""
 
-    batches: StepBatches
+    batches: StepBatches | None
     validation: list[Prompt]
     test: list[Prompt]
-    manifest: dict[str, Any]
+    manifest: dict[str, Any] | None
 
 
 def open_target(options: Options) -> Target:
@@ -68,17 +70,29 @@ def open_target(options: Options) -> Target:
 def rehearse(options: Options, target: Target, run: Path) -> None:
     """Build everything that the run will build, and drop it: what is refused is refused before the long work."""
     drafter = native.build(options["drafter"]["model"], target, DraftVocab(target.vocab_size))
-    _training_module(options, target, drafter).configure_optimizers()
-    _trainer(options, target, run, callbacks=[])
+    for temperature in temperatures(options):
+        check_settings(target, drafter, measured_settings(options, temperature))
+    if is_trained(options):
+        _training_module(options, target, drafter).configure_optimizers()
+        _trainer(options, target, run, callbacks=[])
+    elif any(True for _ in drafter.parameters()) and not getattr(drafter, "pretrained", False):
+        raise UserError(
+            f"drafter.training is null, and the weights of drafter {options['drafter']['name']!r} would be random: "
+            "name a folder with trained ones where it reads one (drafter.model.name_or_path=FOLDER), or train it."
+        )
 
 
 def prepare_data(options: Options, target: Target) -> Prepared:
-    """Collect prompts, split them, and let the target answer those for training."""
+    """Collect prompts, split them, and let the target answer those for training, if there is any."""
     data = options["data"]
     sizes = SplitSizes(**data["sizes"])
+    if not is_trained(options):
+        sizes = SplitSizes(0, 0, sizes.test)
     source: PromptSource = instantiate(data["source"])
     splits = split_prompts(source.prompts(target, sizes.total, options["seed"]), sizes)
     check_prompts(target, [context_ids(target, prompt) for prompt in splits["validation"] + splits["test"]])
+    if not is_trained(options):
+        return Prepared(None, [], splits["test"], None)
     settings = answer_settings(options)
     manifest = describe(target, splits["train"], settings)
     if data["reuse"]:
@@ -94,22 +108,25 @@ def prepare_data(options: Options, target: Target) -> Prepared:
     return Prepared(batches, splits["validation"], splits["test"], manifest)
 
 
-def build_drafter(options: Options, target: Target, batches: StepBatches) -> Any:
-    """Make the drafter, from the run's seed, over the most frequent tokens of the answers."""
-    size = options["draft_vocab_size"]
-    vocab = DraftVocab.most_frequent(batches.token_counts(target.vocab_size), size)
+def build_drafter(options: Options, target: Target, batches: StepBatches | None) -> Any:
+    """Make the drafter, from the run's seed, over the most frequent tokens of the answers, or all without answers."""
+    if batches is None:
+        vocab = DraftVocab(target.vocab_size)
+    else:
+        vocab = DraftVocab.most_frequent(batches.token_counts(target.vocab_size), options["draft_vocab_size"])
     torch.manual_seed(options["seed"])
     drafter = native.build(options["drafter"]["model"], target, vocab)
     parameters = sum(p.numel() for p in drafter.parameters())
     print(
         f"drafter {options['drafter']['name']!r}: {parameters:,} parameters, "
-        f"proposes {vocab.size:,} of {target.vocab_size:,} tokens"
+        f"proposes {drafter.vocab.size:,} of {target.vocab_size:,} tokens"
     )
     return drafter
 
 
 def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Path) -> None:
     """Train, measuring val/block_efficiency in the engine, and leave the weights that were best at that."""
+    assert data.batches is not None
     settings = options["fit"]
     if settings["hidden_states"] == "cached" and drafter.capture_layers:
         root = Path(options["data"]["folder"])
@@ -118,7 +135,7 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
     checkpoints = run / "checkpoints"
     prompts = [context_ids(target, p) for p in data.validation[: settings["validation_prompts"]]]
     measured = BlockEfficiency(
-        target, prompts, decode_settings(options, 0.0), settings["evaluate_every"], checkpoints / "best.safetensors"
+        target, prompts, measured_settings(options, 0.0), settings["evaluate_every"], checkpoints / "best.safetensors"
     )
     resume = checkpoints / "last.ckpt"
     last = LastCheckpoint(resume, settings["checkpoint_every"])
@@ -180,7 +197,7 @@ def export(options: Options, target: Target, drafter: Any, data: Prepared, folde
         name=options["drafter"]["name"],
         model=options["drafter"]["model"],
         target={"name": target.name, "fingerprint": target.fingerprint, "load": place},
-        num_speculative_tokens=options["decode"]["num_speculative_tokens"],
+        num_speculative_tokens=measured_settings(options, 0.0).num_speculative_tokens,
         provenance={"config": options, "data": data.manifest, **provenance()},
     )
     native.save(drafter, described, drafter.vocab, folder, model_card(described, []))
@@ -193,7 +210,7 @@ def check_parity(target: Target, trained: Any, loaded: Any, prompts: list[Prompt
     Raises UserError otherwise: the export would not be what was trained.
     """
     ids = [context_ids(target, p) for p in prompts[:4]]
-    settings = decode_settings(options, 0.0)
+    settings = measured_settings(options, 0.0)
     ours, theirs = (generate(target, ids, settings, d).stats for d in (trained, loaded))
     if not (ours.accepted == theirs.accepted).all() or not (ours.rounds == theirs.rounds).all():
         raise UserError(
@@ -211,7 +228,7 @@ def measure_export(
     chosen = prompts[: options["measure"]["num_prompts"]]
     name = options["drafter"]["name"]
     return [
-        (name, measure(target, drafter, chosen, decode_settings(options, float(t))))
+        (name, measure(target, drafter, chosen, measured_settings(options, float(t))))
         for t in options["measure"]["temperatures"]
     ]
 
@@ -230,13 +247,16 @@ def run_job(options: Options, run: Path) -> None:
     print(f"target {target.name!r}, run folder {run}")
     rehearse(options, target, run)
     data = prepare_data(options, target)
-    record_data(data.manifest, run)
+    if data.manifest is not None:
+        record_data(data.manifest, run)
     drafter = build_drafter(options, target, data.batches)
-    fit(options, target, drafter, data, run)
+    if data.batches is not None:
+        fit(options, target, drafter, data, run)
+    drafter.eval()
     described = export(options, target, drafter, data, folder)
     loaded = native.load(folder, target)
     check_parity(target, drafter, loaded, data.test, options)
-    accelerate(linears_of(loaded))  # not before: it is not trained any more
+    accelerate_drafter(loaded)  # not before: it is not trained any more
     measured = measure_export(options, target, loaded, data.test)
     print_tables(measured)
     write_text(folder / "README.md", model_card(described, measured))

@@ -12,11 +12,11 @@ import hydra.utils
 
 from data.answers import AnswerSettings, fingerprint
 from data.prompts import SplitSizes
-from engine.loop import DecodeSettings
+from engine.options import decode_settings, describe_tree, read_tree
+from engine.settings import DecodeSettings
 from eval.provenance import provenance
 from models.errors import UserError
 from models.files import write_text
-from models.sampling import SamplingParams
 
 Options = dict[str, Any]
 # What may differ between a run and its resumption: nothing here changes the weights.
@@ -44,15 +44,20 @@ def answer_settings(options: Options) -> AnswerSettings:
         raise UserError(f"data.answers: {error}.") from error
 
 
-def decode_settings(options: Options, temperature: float) -> DecodeSettings:
+def with_tree(options: Options) -> Options:
+    """The same options with the numbers of decode.tree in place of a file, which may change."""
+    tree = describe_tree(read_tree(options["decode"]["tree"]))
+    return {**options, "decode": {**options["decode"], "tree": tree}}
+
+
+def measured_settings(options: Options, temperature: float) -> DecodeSettings:
     """The settings of the run's measurements at one temperature."""
-    decode = options["decode"]
-    return DecodeSettings(
-        max_new_tokens=decode["max_new_tokens"],
-        num_speculative_tokens=decode["num_speculative_tokens"],
-        sampling=SamplingParams(temperature, decode["top_k"], decode["top_p"]),
-        seed=options["seed"],
-    )
+    return decode_settings(options["decode"], temperature, options["seed"])
+
+
+def is_trained(options: Options) -> bool:
+    """False for a drafter that is measured as it is built."""
+    return options["drafter"]["training"] is not None
 
 
 def temperatures(options: Options) -> list[float]:
@@ -82,7 +87,7 @@ def check(options: Options) -> None:
     if options["decode"]["max_new_tokens"] < 2:
         raise UserError("decode.max_new_tokens must be at least 2: the first token comes from the prompt, undrafted.")
     for temperature in temperatures(options):
-        decode_settings(options, temperature)
+        measured_settings(options, temperature)
     answer_settings(options)
 
 
@@ -98,7 +103,7 @@ def run_folder(options: Options) -> Path:
 def record(options: Options, run: Path) -> None:
     """Write what the run is, before it starts. Raises UserError where the folder holds another run."""
     path = run / "config.json"
-    if (run / "checkpoints").exists() and path.exists():
+    if path.exists() and any((run / made).exists() for made in ("checkpoints", "export")):
         before, now = (dict(_flat(_fixed(o))) for o in (json.loads(path.read_text())["config"], options))
         different = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if different:

@@ -58,8 +58,9 @@ class Export:
 def save(drafter: Any, export: Export, vocab: DraftVocab, folder: Path, card: str) -> None:
     """Write the drafter to `folder`, whole or not at all.
 
-    `export.model` is the `_target_` of its class and the arguments that rebuild it. Raises UserError where the disk
-    refuses.
+    `export.model` is the `_target_` of its class and the arguments that rebuild it; a drafter that read files of its
+    own says in `export_arguments` what stands for them. A drafter without weights has a file without tensors. Raises
+    UserError where the disk refuses.
     """
     tensors = {name: t.detach().cpu().contiguous() for name, t in drafter.state_dict().items()}
     if vocab.reduced:
@@ -67,7 +68,7 @@ def save(drafter: Any, export: Export, vocab: DraftVocab, folder: Path, card: st
     config = {
         "format": FORMAT,
         "name": export.name,
-        "drafter": export.model,
+        "drafter": export.model | getattr(drafter, "export_arguments", {}),
         "target": export.target,
         "capture_layers": list(drafter.capture_layers),
         "draft_vocab_size": vocab.size,

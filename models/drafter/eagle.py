@@ -173,7 +173,11 @@ class EagleDrafter(nn.Module):
         cache.begin(num_rows)
         lengths = cache.lengths.to(hidden.device)
         positions = lengths[:, None] + torch.arange(num_rows, device=hidden.device)
-        mask = None if num_rows == 1 and cache.uniform else tree.attention_mask(lengths, num_rows)
+        mask = (
+            None
+            if num_rows == 1 and cache.uniform
+            else tree.attention_mask(lengths, num_rows, longest=cache.width - num_rows)
+        )
         return self.stack(self.fuse(token_ids, hidden), positions, cache, mask)
 
 

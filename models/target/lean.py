@@ -127,7 +127,7 @@ class _LeanLayer:
         else:  # the heads that share a key become rows of one head, so that no key is copied
             query = query.reshape(batch_size, key_heads, -1, size)
             out = _attention(query, key, value, attn_mask=mask, scale=self.scaling)
-            out = out.view(batch_size, heads, num_rows, size)
+            out = out.reshape(batch_size, heads, num_rows, size)
         return out.transpose(1, 2).reshape(batch_size, num_rows, -1)
 
 

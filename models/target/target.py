@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -189,7 +190,8 @@ class Target(nn.Module):
             self._lean = LeanDecoder.of(self.model.get_decoder())
             try:
                 self.check()
-            except UserError:  # the parts have the names of a Llama's, and compute something else
+            except UserError as error:  # the parts have the names of a Llama's, and compute something else
+                logging.getLogger(__name__).info("%s keeps its own forward pass: %s", self.name, error)
                 self._lean = None
         linears = linears_of(self.model) if self._lean is None else self._lean.linears
         accelerate([*linears, self.head.linear])
@@ -220,18 +222,20 @@ class Target(nn.Module):
             token_ids,
             capture_layers=capture_layers,
             position_ids=positions,
-            attention_mask=self._mask(lengths, cache.uniform, num_rows, parents, positions - lengths[:, None]),
+            attention_mask=self._mask(cache, lengths, num_rows, parents, positions - lengths[:, None]),
             cache=cache,
         )
 
     def _mask(
-        self, lengths: Tensor, uniform: bool, num_rows: int, parents: Tensor | None, depth: Tensor
+        self, cache: KVCache, lengths: Tensor, num_rows: int, parents: Tensor | None, depth: Tensor
     ) -> Tensor | dict[str, Tensor] | None:
-        if num_rows == 1 and uniform and not any(self._windows.values()):
+        if num_rows == 1 and cache.uniform and not any(self._windows.values()):
             return None  # one row that may read everything
         related = None if parents is None else tree.ancestors(parents)
         masks = {
-            kind: tree.attention_mask(lengths, num_rows, tree=related, depth=depth, window=window)
+            kind: tree.attention_mask(
+                lengths, num_rows, tree=related, depth=depth, window=window, longest=cache.width - num_rows
+            )
             for kind, window in self._windows.items()
         }
         if self.config._attn_implementation == "eager":  # adds the mask to the scores
@@ -273,6 +277,7 @@ class Target(nn.Module):
             own = self.model(input_ids=ids, use_cache=False, output_hidden_states=True)
             plain = self(ids, capture_layers=tuple(range(self.num_layers + 1)))
             drafted, expected = self._branching_logits(ids, own.logits)
+            stepped = self._stepped_logits(ids)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -286,12 +291,22 @@ class Target(nn.Module):
             ),
             "its logits are not what its head makes of the last state": (self.head(plain.last), own.logits),
             "branching drafts behind a cache of ragged lengths get other logits": (drafted, expected),
+            "single rows behind a cache get other logits": (stepped, own.logits[:, 6:9]),
         }
         tolerance = {torch.float64: 1e-5, torch.float32: 1e-3}.get(self.dtype, 0.15)
         for what, (ours, theirs) in pairs.items():
             difference = _relative_difference(ours, theirs)
             if not difference <= tolerance:
                 raise UserError(f"{refusal}{what} (by {difference:.2g} of their spread).")
+
+    def _stepped_logits(self, ids: Tensor) -> Tensor:
+        """Logits of the tokens 6 to 8 of `ids`, one at a time: passes that need no mask."""
+        cache = self.new_cache(len(ids), 9)
+        logits = []
+        for start, stop in ((0, 6), (6, 7), (7, 8), (8, 9)):
+            logits.append(self.head(self.step(ids[:, start:stop], cache).last))
+            cache.commit(torch.tensor([stop - start] * len(ids)))
+        return torch.cat(logits[1:], dim=1)
 
     def _branching_logits(self, ids: Tensor, own_logits: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of drafts with false branches behind 6 and 4 rows of `ids`, and what they must be."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.loop import DecodeSettings, generate
+from engine.loop import generate
+from engine.settings import DecodeSettings
 from models.checkpoint import native
 from models.errors import UserError
 from models.sampling import SamplingParams
 from models.target import Target
+from models.tree import DynamicTree, StaticTree
 from models.vocab import DraftVocab
 from tests.contract.conftest import Recipe
 from tests.helpers.drafters import (
@@ -109,6 +112,64 @@ def test_2_sampled_joint_law_is_the_targets(sampling: SamplingParams, small_targ
     assert sampled_p_value(small_target, small_drafter, sampling) > LEAST_P_VALUE
 
 
+# 1 to 4 for trees, where the drafter can draft them. Every tree is compared on its way with one that a fresh state
+# drafts, and its logits with those of `unroll` along each path.
+
+TREES = {
+    "static": StaticTree((-1, -1, 0, 0, 1, 2), (0, 1, 0, 1, 0, 0)),
+    "dynamic": DynamicTree(depth=3, top_k=2, num_nodes=5),
+}
+
+
+@pytest.fixture
+def tree_drafter(drafter: Any) -> Any:
+    if not hasattr(drafter, "propose_tree"):
+        pytest.skip("this drafter drafts chains only")
+    return drafter
+
+
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_greedy_trees_are_plain_decoding(
+    batch_size: int, shape: str, target: Target, tree_drafter: Any, start: Any, plain: Any
+) -> None:
+    """Trees of random weights, and such as have a right path up to anywhere."""
+    script = dict(enumerate(zip(start[:batch_size], plain[:batch_size], strict=True)))
+    decode = replace(settings(4), tree=TREES[shape])
+    for observed in (Observed(tree_drafter), Observed(tree_drafter, script=script)):
+        made = generate(target, start[:batch_size], decode, observed)
+        assert made.token_ids == plain[:batch_size]
+    if batch_size == 8:
+        assert observed.committed_counts == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("shape", "children"),
+    [("static", "top"), ("static", "independent"), ("static", "without_replacement"), ("dynamic", "top")],
+)
+def test_sampled_trees_have_the_targets_joint_law(
+    shape: str, children: str, small_target: Target, small_drafter: Any
+) -> None:
+    if not hasattr(small_drafter, "propose_tree"):
+        pytest.skip("this drafter drafts chains only")
+    p_value = sampled_p_value(small_target, small_drafter, FILTERED, tree=TREES[shape], children=children)
+    assert p_value > LEAST_P_VALUE
+
+
+def test_sampled_trees_are_those_of_a_fresh_state(small_target: Target, small_drafter: Any) -> None:
+    if not hasattr(small_drafter, "propose_tree"):
+        pytest.skip("this drafter drafts chains only")
+    for children in ("independent", "without_replacement"):
+        decode = replace(settings(3, SAMPLED), tree=TREES["static"], children=children)
+        observed = Observed(small_drafter)
+        generate(small_target, prompts(LENGTHS, 5, seed=1), decode, observed)
+        assert observed.proposals > 5
+
+
+def test_2_block_verification_keeps_the_joint_law(small_target: Target, small_drafter: Any) -> None:
+    assert sampled_p_value(small_target, small_drafter, SAMPLED, verification="block") > LEAST_P_VALUE
+
+
 # 3. Training's `unroll` computes what `propose` does.
 
 
@@ -178,7 +239,8 @@ def test_5_a_reloaded_drafter_proposes_the_same(folder: Path, target: Target, dr
                 tokens.append(generate(target, start, DecodeSettings(8, 4, sampling), current).token_ids)
             logits.append(found)
         assert tokens[0] == tokens[1]
-        assert len(logits[0]) == len(logits[1]) > 0
+        assert len(logits[0]) == len(logits[1])
+        assert logits[0] or not drafter.state_dict()  # a drafter with weights drafts from logits
         assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
 
 

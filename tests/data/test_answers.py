@@ -8,7 +8,8 @@ import pytest
 from data import answers
 from data.answers import AnswerSettings, build_answers, context_ids, describe, open_answers
 from data.prompts import Prompt
-from engine.loop import DecodeSettings, generate
+from engine.loop import generate
+from engine.settings import DecodeSettings
 from models.errors import UserError
 from models.target import Target
 from tests.data.test_template import PLAIN, with_template

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.loop import DecodeSettings, Generation, generate
+from engine.loop import Generation, generate
+from engine.settings import DecodeSettings
 from models.drafter.eagle import EagleDrafter
 from models.errors import UserError
 from models.sampling import SamplingParams

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import engine.choose
 import engine.loop
-from engine.loop import DecodeSettings, Generation, generate
+from engine.loop import Generation, generate
+from engine.settings import DecodeSettings
 from engine.verify import Verdict, acceptance_probabilities, verify_chain
 from models.drafter.eagle import EagleDrafter
 from models.sampling import RequestRandom, SamplingParams, draw, probabilities
@@ -180,7 +182,7 @@ def test_the_statistic_rejects_every_known_mistake(
     name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine.loop, "verify_chain", MISTAKES[name])
+    monkeypatch.setattr(engine.choose, "verify_chain", MISTAKES[name])
     assert smallest_p_value(sample(target, drafters["eagle"], PLAIN), laws, PLAIN) < 1e-6
 
 

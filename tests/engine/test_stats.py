@@ -23,7 +23,8 @@ ROUNDS = [
 def counted(rounds: list[tuple[int, int, int, list[float]]], num_requests: int, num_positions: int) -> DecodingStats:
     stats = DecodingStats.empty(num_requests, num_positions)
     for request, limit, accepted, expected in rounds:
-        stats.add_round(request, limit, accepted, accepted + 1, np.array(expected))
+        drafted = (np.arange(num_positions) < limit).astype(float)
+        stats.add_round(request, drafted, min(accepted + 1, limit), accepted, accepted + 1, np.array(expected))
     return stats
 
 
@@ -46,15 +47,27 @@ def test_counters_by_hand(stats: DecodingStats) -> None:
 
 
 def test_what_lies_behind_a_stop_token_is_not_counted() -> None:
-    expected = np.array([0.9, 0.8, 0.7, 0.6])
+    expected, four = np.array([0.9, 0.8, 0.7, 0.6]), np.ones(4)
     stats = DecodingStats.empty(3, 4)
-    stats.add_round(0, 4, accepted=4, emitted=2, expected=expected)  # the second drafted token ends the answer
-    stats.add_round(1, 4, accepted=1, emitted=2, expected=expected)  # the correction does
-    stats.add_round(2, 4, accepted=2, emitted=1, expected=expected)  # the first drafted token does
+    stats.add_round(0, four, 4, accepted=4, emitted=2, expected=expected)  # the second drafted token ends the answer
+    stats.add_round(1, four, 2, accepted=1, emitted=2, expected=expected)  # the correction does
+    stats.add_round(2, four, 3, accepted=2, emitted=1, expected=expected)  # the first drafted token does
     assert stats.drafted.tolist() == [[1, 1, 1, 1]] * 3
     assert stats.tested.tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0]]
     assert stats.accepted.tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
     assert stats.emitted.tolist() == [2, 2, 1]
+
+
+def test_a_tree_has_several_tokens_at_a_depth_and_may_end_before_its_limit() -> None:
+    stats = DecodingStats.empty(1, 3)
+    stats.add_round(0, np.array([4.0, 6.0, 2.0]), 2, accepted=2, emitted=3, expected=np.array([0.9, 0.5, 0.0]))
+    stats.add_round(0, np.array([4.0, 1.0, 0.0]), 1, accepted=0, emitted=1, expected=np.array([0.3, 0.0, 0.0]))
+    assert stats.drafts.tolist() == [[2, 2, 1]]
+    assert stats.drafted.tolist() == [[8, 7, 2]]
+    assert stats.tested.tolist() == [[2, 1, 0]], "an accepted leaf has nothing below it to test"
+    assert stats.acceptance_per_position == [1 / 2, 1 / 2, 0]
+    assert stats.draft_utilization == 2 / 17
+    assert stats.expected_acceptance_rate == pytest.approx(1.7 / 3)
 
 
 def test_definitions_by_hand(stats: DecodingStats) -> None:

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from data.answers import context_ids
 from data.prompts import Prompt
-from engine.loop import DecodeSettings, generate
-from eval.measure import Measurement, ceiling, measure
+from engine.loop import generate
+from engine.settings import DecodeSettings
+from eval.measure import Measurement, answer_logits, ceiling, measure
 from eval.prompt_sets import prompt_set
 from eval.table import draw, print_tables
 from models.drafter.eagle import EagleDrafter
@@ -42,6 +43,13 @@ def test_counts_are_the_engines_own_for_each_prompt(tiny: Target, drafter: Eagle
     assert measured.identical == 2
     assert measured.near_ties == []
     assert (measured.plain_s > 0).all()
+
+
+def test_the_logits_of_an_answer_are_those_it_was_chosen_from(tiny: Target) -> None:
+    for sampling in (SamplingParams(), SamplingParams(repetition_penalty=1.5, logit_bias=((7, 3.0),))):
+        context = context_ids(tiny, PROMPTS[0])
+        answer = generate(tiny, [context], replace(SETTINGS, sampling=sampling)).token_ids[0]
+        assert answer_logits(tiny, context, answer, sampling).argmax(-1).tolist() == answer
 
 
 def test_turns_of_a_prompt_are_added_up(tiny: Target, drafter: EagleDrafter) -> None:
@@ -92,7 +100,7 @@ def made_up(accepted: list[int], rounds: int = 10) -> Measurement:
     measured = Measurement.empty(replace(SETTINGS, num_speculative_tokens=1), ["x"] * len(accepted))
     for index, count in enumerate(accepted):
         for i in range(rounds):
-            measured.stats.add_round(index, 1, int(i < count), 1 + int(i < count), np.array([0.5]))
+            measured.stats.add_round(index, np.ones(1), 1, int(i < count), 1 + int(i < count), np.array([0.5]))
     measured.plain_s[:] = 2.0
     measured.plain_tokens[:] = measured.speculative_tokens[:] = 10
     measured.speculative_s[:] = 1.0

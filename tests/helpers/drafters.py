@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.loop import DecodeSettings, Generation, generate
+from engine.loop import Generation, generate
+from engine.settings import DecodeSettings
 from models.checkpoint import native
 from models.sampling import RequestRandom, SamplingParams, probabilities
 from models.target import Target
+from models.tree import DynamicTree, StaticTree
 from models.types import Draft, TargetFeatures
 from models.vocab import DraftVocab
 from tests.helpers.laws import chi_square_p_value, law_by_loop
@@ -104,8 +106,11 @@ class ReplayedRandom:
 
 @contextmanager
 def recorded_logits(drafter: Any) -> Iterator[list[Tensor]]:
-    """Collect what `drafter.logits` returns meanwhile."""
+    """Collect what `drafter.logits` returns meanwhile; nothing where the drafter computes none."""
     found: list[Tensor] = []
+    if not hasattr(drafter, "logits"):
+        yield found
+        return
     original = drafter.logits
 
     def record(hidden: Tensor) -> Tensor:
@@ -178,8 +183,10 @@ class Proposal:
 
 
 def stacked(logits: list[Tensor], draft: Draft) -> Tensor:
-    """Recorded logits as (B, N, Vd), whether they were computed step by step or at once."""
+    """Recorded logits as (B, N, Vd), whether they were computed step by step or at once; Vd is 0 where none were."""
     batch_size, num_tokens = draft.token_ids.shape
+    if not logits:
+        return torch.zeros(batch_size, num_tokens, 0)
     result = torch.cat([part.reshape(batch_size, -1, part.shape[-1]) for part in logits], dim=1)
     assert result.shape[1] == num_tokens, f"{result.shape[1]} rows of logits for {num_tokens} drafted tokens"
     return result
@@ -229,9 +236,48 @@ def check_fresh(drafter: Any, proposal: Proposal) -> None:
     assert torch.equal(again.token_ids, proposal.draft.token_ids)
     assert torch.equal(again.parents, proposal.draft.parents)
     torch.testing.assert_close(stacked(logits, again), proposal.logits, **EXACT)
+    lengths = [draft.lengths.tolist() if draft.lengths is not None else None for draft in (again, proposal.draft)]
+    assert lengths[0] == lengths[1]
     assert (again.probs is None) == (proposal.draft.probs is None)
     if again.probs is not None:
         torch.testing.assert_close(again.probs, proposal.draft.probs, **EXACT)
+
+
+def path_to(parents: list[int], node: int) -> list[int]:
+    """The nodes from the root of a tree to `node`."""
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, node)
+        node = parents[node]
+    return path
+
+
+def check_tree_fresh(
+    drafter: Any, history: History, draft: Draft, uniforms: list[Tensor], options: dict[str, Any]
+) -> None:
+    """A new state that is given the whole context at once drafts the same tree as the running one."""
+    features, _ = history.features()
+    state = drafter.new_state(len(draft.token_ids), features.token_ids.shape[1] + 64)
+    again = drafter.propose_tree(state, features, random=ReplayedRandom(uniforms), **options)
+    assert draft.branches and again.branches
+    assert torch.equal(again.parents, draft.parents)
+    assert torch.equal(again.token_ids, draft.token_ids)
+    assert (again.probs is None) == (draft.probs is None)
+    if again.probs is not None:
+        torch.testing.assert_close(again.probs, draft.probs, **EXACT)
+
+
+def check_tree_unroll(drafter: Any, history: History, draft: Draft, logits: list[Tensor], shape: StaticTree) -> None:
+    """The logits behind every node that has children are those of `unroll` along the node's own path."""
+    parents = list(shape.parents)
+    asked = [[-1]] + [[node for node in level if node in parents] for level in shape.levels]
+    for depth, (nodes, found) in enumerate(zip(asked, logits, strict=False)):
+        assert found.shape[1] == len(nodes)
+        for place, node in enumerate(nodes):
+            features, last = history.features(draft.token_ids[:, path_to(parents, node)])
+            hidden = list(drafter.unroll(features, depth + 1))[depth]
+            expected = drafter.logits(hidden[torch.arange(len(last)), last])
+            torch.testing.assert_close(found[:, place], expected, **EXACT)
 
 
 @dataclass
@@ -298,16 +344,45 @@ class Observed:
         self.proposals += 1
         return draft if self.script is None else self._scripted(state, draft)
 
+    def propose_tree(
+        self,
+        state: _ObservedState,
+        committed: TargetFeatures,
+        *,
+        shape: StaticTree | DynamicTree,
+        children: str,
+        sampling: SamplingParams,
+        random: RequestRandom,
+    ) -> Draft:
+        state.history.add(committed)
+        state.rounds += 1
+        if state.rounds > 1:
+            self.committed_counts |= set(committed.lengths.tolist())
+        recorded = RecordedRandom(random)
+        options = {"shape": shape, "children": children, "sampling": sampling}
+        with recorded_logits(self.drafter) as logits:
+            draft = self.drafter.propose_tree(state.inner, committed, random=recorded, **options)
+        check_tree_fresh(self.drafter, state.history, draft, recorded.calls, options)
+        if isinstance(shape, StaticTree) and hasattr(self.drafter, "unroll"):
+            check_tree_unroll(self.drafter, state.history, draft, logits, shape)
+        self.proposals += 1
+        return draft if self.script is None else self._scripted(state, draft)
+
     def _scripted(self, state: _ObservedState, draft: Draft) -> Draft:
+        """Put true tokens at the beginning of a chain, or of some path of a tree."""
         assert self.script is not None
         tokens = draft.token_ids.clone()
         for row, request in enumerate(state.requests):
             prompt, answer = self.script[request]
             start = len(state.history.token_ids[row]) + 1 - len(prompt)
-            right = random.Random(f"{request} {state.rounds}").choice([0, tokens.shape[1], *range(tokens.shape[1] + 1)])
-            known = torch.tensor(answer[start : start + right], dtype=torch.int64)
-            tokens[row, : len(known)] = known
-        return replace(draft, token_ids=tokens, probs=None)
+            chance = random.Random(f"{request} {state.rounds}")
+            path = path_to(draft.parents[row].tolist(), chance.randrange(tokens.shape[1]))
+            if not draft.branches:
+                path = list(range(tokens.shape[1]))
+            right = chance.choice([0, len(path), *range(len(path) + 1)])
+            for node, known in zip(path[:right], answer[start:], strict=False):
+                tokens[row, node] = known
+        return replace(draft, token_ids=tokens, probs=None, lengths=None)
 
 
 def generate_observed(
@@ -356,7 +431,9 @@ def joint_law(target: Target, prompt: list[int], length: int, sampling: Sampling
     return law
 
 
-def sampled_p_value(target: Target, drafter: Any, sampling: SamplingParams, requests: int = 4000) -> float:
+def sampled_p_value(
+    target: Target, drafter: Any, sampling: SamplingParams, requests: int = 4000, **changes: Any
+) -> float:
     """How well what the engine samples, four tokens at a time, agrees with the target's joint law.
 
     The least chi-square p-value of the joint histogram and of four marginals, times five: the joint alone, with its
@@ -365,7 +442,7 @@ def sampled_p_value(target: Target, drafter: Any, sampling: SamplingParams, requ
     1 / 1.2 for some three of them only: smaller errors are left to the exact tests of the verifier.
     """
     prompt, length = [3, 0, 4, 1], 4
-    made = generate(target, [prompt] * requests, DecodeSettings(length, 3, sampling, frozenset()), drafter)
+    made = generate(target, [prompt] * requests, DecodeSettings(length, 3, sampling, frozenset(), **changes), drafter)
     counts = np.zeros([target.vocab_size] * length)
     for answer in made.token_ids:
         counts[tuple(answer)] += 1

@@ -13,7 +13,8 @@ import lightning
 
 from data.features import FeatureCache
 from data.loader import StepBatches, step_loader
-from engine.loop import DecodeSettings, generate
+from engine.loop import generate
+from engine.settings import DecodeSettings
 from models.target import Target
 from tests.helpers.drafters import prompts
 

@@ -243,6 +243,9 @@ def test_for_time_weighs_tokens_against_seconds(per_node: float) -> None:
         (lambda: tree.StaticTree((-2,), (0,)), "Node 0 of a draft tree has parent -2"),
         (lambda: tree.StaticTree((-1, -1), (1, 1)), "Node 1 of a draft tree has rank 1 under parent -1"),
         (lambda: tree.StaticTree((-1,), (-1,)), "Node 0 of a draft tree has rank -1"),
+        (lambda: tree.StaticTree((-1, -1), (1, 0)), "Node 1 .* rise from sibling to sibling"),
+        (lambda: tree.StaticTree((-1,), (0.0,)), "whole numbers"),  # type: ignore[arg-type]
+        (lambda: tree.DynamicTree(2.5, 2, 4), "2.5, 2, 4: they must be whole numbers"),  # type: ignore[arg-type]
         (lambda: tree.StaticTree.best_first([[0.5]], 0), "A draft tree of 0 nodes"),
         (lambda: tree.StaticTree.best_first([], 1), "table is empty"),
         (lambda: tree.StaticTree.best_first([[0.5], []], 1), r"Row 1 of the acceptance table is \[\]"),

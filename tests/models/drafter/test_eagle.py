@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from conf.compose import ROOT, plain
-from engine.loop import DecodeSettings, generate
+from engine.loop import generate
+from engine.settings import DecodeSettings
 from models import tree
 from models.checkpoint import native
 from models.drafter.eagle import EagleDrafter, EagleState

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.loop import DecodeSettings, generate
+from engine.loop import generate
+from engine.settings import DecodeSettings
 from models import tree
 from models.cache import KVCache
 from models.target import Target

@@ -1,0 +1,128 @@
+"""Prompt look-up: what followed the last few tokens earlier in the same text, copied.
+
+The last n tokens are looked for in the request's own prompt and answer, n from `max_ngram` down to `min_ngram`, and the
+tokens behind the first n that is found are the draft. Nothing is learnt, and the target's states are not read. The
+draft is a point mass, so it is accepted with p(x) (recipes of prompt look-up and n-gram decoding; 2411.04975, section
+2). Every request keeps an index from n-grams to places, so that a round costs what its new tokens cost, however long
+the text is.
+
+B batch, N drafted tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from models import tree
+from models.errors import UserError
+from models.sampling import RequestRandom, SamplingParams
+from models.target import Target
+from models.types import Draft, TargetFeatures
+from models.vocab import DraftVocab
+
+PREFER = ("latest", "earliest")
+
+
+class LookupText:
+    """One request's text, and where each of its n-grams was continued.
+
+    An n-gram is entered when the token behind it has come. So the text's own ending is not in the index, unless it
+    occurred before.
+    """
+
+    def __init__(self, sizes: range, latest: bool) -> None:
+        self.token_ids: list[int] = []
+        self._sizes = sizes  # lengths of n-grams, longest first
+        self._latest = latest
+        self._continued_at: dict[tuple[int, ...], int] = {}
+
+    def append(self, token_ids: list[int]) -> None:
+        """Take in the next tokens."""
+        text = self.token_ids
+        for token in token_ids:
+            end = len(text)
+            for size in self._sizes:
+                if size <= end:
+                    ngram = tuple(text[end - size :])
+                    if self._latest or ngram not in self._continued_at:
+                        self._continued_at[ngram] = end
+            text.append(token)
+
+    def continuation(self, num_tokens: int) -> list[int]:
+        """Up to `num_tokens` tokens that followed the longest known ending of the text; none where none is known."""
+        text = self.token_ids
+        for size in self._sizes:
+            if size <= len(text):
+                start = self._continued_at.get(tuple(text[-size:]))
+                if start is not None:
+                    return text[start : start + num_tokens]
+        return []
+
+
+class LookupState:
+    """The texts of the running requests."""
+
+    def __init__(self, texts: list[LookupText]) -> None:
+        self.texts = texts
+
+    def select(self, rows: list[int]) -> None:
+        """Keep the requests `rows`, in that order."""
+        self.texts = [self.texts[row] for row in rows]
+
+
+class PromptLookupDrafter(nn.Module):
+    """Copies from the request's own text; a module without parameters.
+
+    Of several places where the longest match occurred, `prefer` takes the latest or the earliest. The draft vocabulary
+    is left alone: there is no head to make smaller, and whatever stands in the text can be proposed.
+    Raises UserError for n-gram lengths that are not 1 ≤ min_ngram ≤ max_ngram, and for another `prefer`.
+    """
+
+    def __init__(
+        self, target: Target, vocab: DraftVocab, *, max_ngram: int = 3, min_ngram: int = 1, prefer: str = "latest"
+    ) -> None:
+        super().__init__()
+        if not 1 <= min_ngram <= max_ngram:
+            raise UserError(
+                f"drafter.model.min_ngram is {min_ngram} and max_ngram {max_ngram}: "
+                "the shorter must be at least 1, and the longer no less."
+            )
+        if prefer not in PREFER:
+            raise UserError(f"drafter.model.prefer is {prefer!r}: choose {' or '.join(PREFER)}.")
+        self.capture_layers: tuple[int, ...] = ()
+        self.vocab = DraftVocab(target.vocab_size)
+        self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self._latest = prefer == "latest"
+
+    def transformers_options(self, num_tokens: int) -> dict[str, Any]:
+        """What makes transformers' `generate` draft in the same way, to be compared with."""
+        return {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": self._sizes[0]}
+
+    def new_state(self, batch_size: int, max_len: int) -> LookupState:
+        """Empty texts."""
+        return LookupState([LookupText(self._sizes, self._latest) for _ in range(batch_size)])
+
+    def propose(
+        self,
+        state: LookupState,
+        committed: TargetFeatures,
+        *,
+        num_speculative_tokens: int,
+        sampling: SamplingParams,
+        random: RequestRandom,
+    ) -> Draft:
+        """Take in the confirmed rows, then copy up to N tokens; `lengths` says how many, and 0 pads the rest."""
+        token_ids, following = committed.token_ids.tolist(), committed.next_token_ids.tolist()
+        drafts = []
+        for row, (text, length) in enumerate(zip(state.texts, committed.lengths.tolist(), strict=True)):
+            first = [] if text.token_ids else token_ids[row][:1]  # later rows begin with a token that is known
+            text.append(first + following[row][:length])
+            drafts.append(text.continuation(num_speculative_tokens))
+        padded = [draft + [0] * (num_speculative_tokens - len(draft)) for draft in drafts]
+        device = committed.token_ids.device
+        parents = tree.chain_parents(len(padded), num_speculative_tokens, device)
+        lengths = torch.tensor([len(draft) for draft in drafts])
+        return Draft(torch.tensor(padded, device=device), parents, None, lengths)

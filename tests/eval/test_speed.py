@@ -1,0 +1,69 @@
+"""Ratios, bounds and turns of the speed report, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from eval.speed import Timed, Way, _in_turns, passes, ratio, summaries
+from models.target import Target
+
+
+def way(name: str, answers: list[Timed], baseline: str | None = None) -> Way:
+    return Way(name, lambda context: answers[0], baseline, list(answers))
+
+
+PLAIN = way("plain", [Timed([1, 2, 3], 3.5, 0.5, 0.0, 3.0, 2), Timed([4, 5], 1.5, 0.5, 0.0, 1.0, 1)], "theirs")
+DRAFTED = way("drafted", [Timed([1, 2, 3], 2.0, 0.5, 0.4, 1.0, 1), Timed([4, 6], 1.5, 0.5, 0.2, 0.6, 1)])
+THEIRS = way("theirs", [Timed([1, 2, 3], 7.0), Timed([4, 5], 3.0)])
+
+
+def test_ratios_are_of_seconds_per_token() -> None:
+    assert ratio(DRAFTED, PLAIN)[0] == pytest.approx(5.0 / 3.5)
+    assert ratio(PLAIN, THEIRS)[0] == pytest.approx(2.0)
+    value, low, high = ratio(DRAFTED, THEIRS)
+    assert low == pytest.approx(2.0) and high == pytest.approx(3.5) and low < value < high
+    assert ratio(PLAIN, PLAIN) == (1.0, 1.0, 1.0)
+
+
+def test_the_parts_of_a_round_add_up() -> None:
+    plain, drafted, theirs = summaries([PLAIN, DRAFTED, THEIRS])
+    assert plain["identical_to_plain"] == theirs["identical_to_plain"] == 2 and drafted["identical_to_plain"] == 1
+    assert plain["speedup_over_baseline"][0] == pytest.approx(2.0) and "speedup_over_baseline" not in drafted
+    assert drafted["block_efficiency"] == (5 - 2) / 2
+    assert drafted["draft_ms"] == pytest.approx(300) and drafted["verify_ms"] == pytest.approx(800)
+    assert drafted["other_ms"] == pytest.approx(1250 - 1100)
+    assert drafted["other_share"] == pytest.approx(150 / 1250)
+    assert drafted["bound"] == pytest.approx(1.5 * (4.0 / 3) / 1.1)
+    assert drafted["bound_reached"] == pytest.approx(1100 / 1250)
+    assert "draft_ms" not in theirs and theirs["tokens_per_s"] == pytest.approx(0.5)
+
+
+def test_the_fastest_of_several_turns_counts_and_all_go_first_once() -> None:
+    order: list[str] = []
+    seconds = iter([5.0, 1.0, 2.0, 3.0, 4.0, 9.0])
+
+    def made(name: str) -> Way:
+        def answer(context: list[int]) -> Timed:
+            order.append(name)
+            return Timed(context, next(seconds))
+
+        return Way(name, answer)
+
+    ways = [made("a"), made("b"), made("c")]
+    _in_turns(ways, [7], repeats=2, index=1)
+    assert order == ["b", "c", "a", "c", "a", "b"]
+    assert [w.answers[0].total_s for w in ways] == [2.0, 5.0, 1.0]
+
+
+def test_passes_tell_times_beside_the_bound(tiny: Target) -> None:
+    found = passes(tiny, context=32, repeats=2)
+    assert list(found["least_ms"]) == [1, 2, 3, 5, 8, 16]
+    assert all(0 < found["least_ms"][n] <= found["median_ms"][n] for n in found["least_ms"])
+    weights = sum(p.nbytes for p in tiny.model.parameters()) - tiny.embedding.weight.nbytes
+    if tiny.embedding.weight.data_ptr() == tiny.head.weight.data_ptr():
+        weights += tiny.head.weight.nbytes
+    assert found["weights_mb"] == pytest.approx(weights / 1e6)
+    assert found["bound_ms"] == pytest.approx(found["weights_mb"] / found["bandwidth_gb_per_s"])
+    assert not math.isnan(found["bound_ms"])
