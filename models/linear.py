@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from models.errors import UserError
 from models.files import cache_folder, write_text
 
-_BUCKETS = (1, 2, 4, 8, 16, 32)  # rows are rounded up to one of these
+_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # rows are rounded up to one of these
 _MEASURED_BYTES = 64 * 2**20  # more weights than the last-level cache holds, so that they are read from memory
 _LEAST_GAIN = 0.95  # another route than torch's must take at most this share of its time
 

@@ -20,7 +20,7 @@ SHAPES = [(1,), (2,), (3,), (5,), (2, 4), (1, 16), (33,), (2, 40)]
 def test_every_route_is_the_product(
     route: str, bias: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "fastest_routes", lambda *_: (route,) * 6)
+    monkeypatch.setattr(linear, "fastest_routes", lambda *_: (route,) * len(linear._BUCKETS))
     torch.manual_seed(0)
     layer = nn.Linear(48, 80, bias=bias).requires_grad_(False)
     x = torch.randn(*shape, 48)
@@ -34,7 +34,7 @@ def test_every_route_is_the_product(
 
 
 def test_no_rows_give_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "fastest_routes", lambda *_: ("packed",) * 6)
+    monkeypatch.setattr(linear, "fastest_routes", lambda *_: ("packed",) * len(linear._BUCKETS))
     assert Product(torch.randn(8, 4), None)(torch.randn(0, 4)).shape == (0, 8)
 
 
@@ -47,7 +47,9 @@ class Holder(nn.Module):
 
 def test_the_linears_of_a_module_and_of_its_heads_are_given_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(linear, "fastest_routes", lambda *key: asked.append(key[:2]) or ("transposed",) * 6)
+    monkeypatch.setattr(
+        linear, "fastest_routes", lambda *key: asked.append(key[:2]) or ("transposed",) * len(linear._BUCKETS)
+    )
     holder = Holder(torch.float32).eval()
     x = torch.randn(3, 8)
     with torch.no_grad():
@@ -60,7 +62,7 @@ def test_the_linears_of_a_module_and_of_its_heads_are_given_routes(monkeypatch: 
 
 
 def test_gradients_pass_through_an_accelerated_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "fastest_routes", lambda *_: ("packed",) * 6)
+    monkeypatch.setattr(linear, "fastest_routes", lambda *_: ("packed",) * len(linear._BUCKETS))
     head = Head(nn.Linear(8, 20), softcap=2.0)
     x = torch.randn(3, 8)
     gradients = []
@@ -106,27 +108,27 @@ def measured_afresh(outputs: int) -> tuple[str, ...]:
 
 
 def test_the_fastest_route_is_the_one_that_takes_least_time(clock: dict[str, float]) -> None:
-    assert measured_afresh(8) == ("transposed",) * 6
+    assert measured_afresh(8) == ("transposed",) * len(linear._BUCKETS)
     clock["packed"] = 1.0
-    assert measured_afresh(16) == ("packed",) * 6
+    assert measured_afresh(16) == ("packed",) * len(linear._BUCKETS)
     clock |= {"plain": 1.01}
-    assert measured_afresh(24) == ("plain",) * 6, "too little is gained to leave torch's own route"
+    assert measured_afresh(24) == ("plain",) * len(linear._BUCKETS), "too little is gained to leave torch's own route"
 
 
 def test_what_was_measured_once_is_kept(clock: dict[str, float], tmp_path: Path) -> None:
-    assert measured_afresh(8) == measured_afresh(16) == ("transposed",) * 6
+    assert measured_afresh(8) == measured_afresh(16) == ("transposed",) * len(linear._BUCKETS)
     clock["plain"] = 0.1
-    assert measured_afresh(8) == measured_afresh(16) == ("transposed",) * 6
-    assert measured_afresh(32) == ("plain",) * 6
+    assert measured_afresh(8) == measured_afresh(16) == ("transposed",) * len(linear._BUCKETS)
+    assert measured_afresh(32) == ("plain",) * len(linear._BUCKETS)
     (path,) = (tmp_path / "cache").glob("routes-*.json")
     for damage in ("{", "[]", path.read_text().replace("transposed", "gone")):
         path.write_text(damage)
-        assert measured_afresh(8) == ("plain",) * 6
+        assert measured_afresh(8) == ("plain",) * len(linear._BUCKETS)
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(clock: dict[str, float], tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder would be")
-    assert measured_afresh(8) == ("transposed",) * 6
+    assert measured_afresh(8) == ("transposed",) * len(linear._BUCKETS)
 
 
 def test_packing_keeps_the_values() -> None:
