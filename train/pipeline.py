@@ -1,7 +1,8 @@
 """The main job, stage by stage: answers → drafter → training → export → measurement.
 
 Every stage keeps what it finished, so the same command, started again, goes on where it stopped. A drafter whose
-`training` is null needs no answers, and is exported as it is built.
+`training` is null needs no answers, and is exported as it is built. Training is a LightningModule's, or whatever else
+has a `learn(batches)`, which is called once (`train.counting`).
 """
 
 from __future__ import annotations
@@ -72,13 +73,16 @@ def rehearse(options: Options, target: Target, run: Path) -> None:
     drafter = native.build(options["drafter"]["model"], target, DraftVocab(target.vocab_size))
     for temperature in temperatures(options):
         check_settings(target, drafter, measured_settings(options, temperature))
-    if is_trained(options):
-        _training_module(options, target, drafter).configure_optimizers()
+    module = _training_module(options, target, drafter) if is_trained(options) else None
+    if isinstance(module, lightning.LightningModule):
+        module.configure_optimizers()
         _trainer(options, target, run, callbacks=[])
     elif any(True for _ in drafter.parameters()) and not getattr(drafter, "pretrained", False):
+        why = "is null" if module is None else "only counts"
         raise UserError(
-            f"drafter.training is null, and the weights of drafter {options['drafter']['name']!r} would be random: "
-            "name a folder with trained ones where it reads one (drafter.model.name_or_path=FOLDER), or train it."
+            f"drafter.training {why}, and the weights of drafter {options['drafter']['name']!r} would be random: name "
+            "a folder with trained ones where it reads one (drafter.model.name_or_path=FOLDER or "
+            "drafter.model.export=FOLDER), or train it."
         )
 
 
@@ -127,11 +131,13 @@ def build_drafter(options: Options, target: Target, batches: StepBatches | None)
 def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Path) -> None:
     """Train, measuring val/block_efficiency in the engine, and leave the weights that were best at that."""
     assert data.batches is not None
-    settings = options["fit"]
+    settings, module = options["fit"], _training_module(options, target, drafter)
+    if hasattr(module, "learn"):
+        module.learn(data.batches)
+        return
     if settings["hidden_states"] == "cached" and drafter.capture_layers:
         root = Path(options["data"]["folder"])
         data.batches.cache = FeatureCache.build(target, data.batches.token_ids, drafter.capture_layers, root)
-    module = _training_module(options, target, drafter)
     checkpoints = run / "checkpoints"
     prompts = [context_ids(target, p) for p in data.validation[: settings["validation_prompts"]]]
     measured = BlockEfficiency(

@@ -76,6 +76,9 @@ def memorise(
     known = {key: value for key, value in SETTINGS.items() if key in training}
     module = hydra.utils.instantiate(training | known, drafter, target, max_steps=max_steps, seed=0)
     settings = DecodeSettings(max_new_tokens=NEW_TOKENS, num_speculative_tokens=4)
+    if hasattr(module, "learn"):
+        module.learn(text.batches)
+        return Trained(drafter.eval(), generate(target, text.prompts, settings, drafter).stats.acceptance_rate, 0)
     watch = MeasureAndStop(lambda: generate(target, text.prompts, settings, drafter).stats.acceptance_rate)
     trainer = lightning.Trainer(
         **options["trainer"],
