@@ -181,6 +181,10 @@ class DraftLM(nn.Module):
                 laws.append(self.vocab.widen(law))
         return Draft(torch.stack(tokens, dim=1), parents, torch.stack(laws, dim=1) if laws else None, lengths)
 
+    def expander(self, state: DraftLMState, committed: TargetFeatures) -> DraftLMExpander:
+        """Take in the confirmed tokens; what follows them is then told along one chain, token by token."""
+        return DraftLMExpander(self, state, self._take_in(state, committed))
+
     def _take_in(self, state: DraftLMState, committed: TargetFeatures) -> Tensor:
         """Drop the old draft, read the confirmed tokens, and return the state (B, D) behind the last of them."""
         cache = state.cache
@@ -197,6 +201,24 @@ class DraftLM(nn.Module):
     def _known(self, token_ids: Tensor) -> Tensor:
         """Ids of padding that only the target's vocabulary has, which no text holds, become ones that can be read."""
         return token_ids.clamp(max=self.lm.vocab_size - 1) if self.lm.vocab_size < self.vocab.vocab_size else token_ids
+
+
+class DraftLMExpander:
+    """What the draft model says along a chain. `room` (B,) tokens find a place in its context."""
+
+    def __init__(self, drafter: DraftLM, state: DraftLMState, hidden: Tensor) -> None:
+        self.room = (drafter.lm.max_positions + 1 - state.committed).clamp(min=0)
+        self._drafter, self._cache, self._hidden = drafter, state.cache, hidden  # (B, D) behind the last token
+
+    def root(self) -> Tensor:
+        """Draft logits (B, 1, Vd) behind the last committed token."""
+        return self._drafter.logits(self._hidden)[:, None]
+
+    def below(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """Draft logits (B, 1, Vd) behind the next token (B, 1) of the chain."""
+        hidden = self._drafter.lm.step(self._drafter._known(token_ids), self._cache).last
+        self._cache.commit(torch.ones_like(self._cache.lengths))
+        return self._drafter.logits(hidden)
 
 
 def _refuse_contradictions(

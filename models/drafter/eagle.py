@@ -21,7 +21,7 @@ from models.layers import DecoderStack, UnrolledMemory, layer_config, unrolled_m
 from models.sampling import RequestRandom, SamplingParams, draw, probabilities
 from models.target import Target
 from models.tree import DynamicTree, StaticTree
-from models.tree_drafting import TreeRows, grow
+from models.tree_drafting import Expander, TreeRows, grow
 from models.types import Draft, TargetFeatures
 from models.vocab import DraftVocab
 
@@ -154,8 +154,12 @@ class EagleDrafter(nn.Module):
         random: RequestRandom,
     ) -> Draft:
         """Take in the confirmed rows (B, R), then draft a tree, one pass of the layers for each of its levels."""
-        expander = _EagleExpander(self, state.cache, self._ingest(state, committed))
+        expander = self.expander(state, committed)
         return grow(expander, shape, self.vocab, children=children, sampling=sampling, random=random)
+
+    def expander(self, state: EagleState, committed: TargetFeatures) -> Expander:
+        """Take in the confirmed rows (B, R); what follows them is then told node by node."""
+        return _EagleExpander(self, state.cache, self._ingest(state, committed))
 
     def _ingest(self, state: EagleState, committed: TargetFeatures) -> Tensor:
         """Read the confirmed rows: the estimate (B, 1, D) of the state that follows the last one."""
