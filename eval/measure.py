@@ -17,12 +17,23 @@ from engine.loop import Generation, check_prompts, generate
 from engine.options import describe_tree
 from engine.settings import DecodeSettings
 from engine.stats import DecodingStats
+from eval.theory import predict
 from models.sampling import SamplingParams, adjust, probabilities, seen_at_nodes, seen_tokens
 from models.target import Target
 from models.types import Drafter
 from models.vocab import DraftVocab
 
 _RESAMPLES = 2000
+_PER_PROMPT = (
+    "plain_s",
+    "plain_tokens",
+    "speculative_s",
+    "speculative_tokens",
+    "plain_prefill_s",
+    "speculative_prefill_s",
+    "draft_s",
+    "verify_s",
+)  # the fields behind `stats`, in order
 
 
 @dataclass(slots=True)
@@ -36,6 +47,10 @@ class Measurement:
     plain_tokens: np.ndarray  # (P,)
     speculative_s: np.ndarray  # (P,)
     speculative_tokens: np.ndarray  # (P,)
+    plain_prefill_s: np.ndarray  # (P,) the prompt's pass, which gives an answer's first token
+    speculative_prefill_s: np.ndarray  # (P,)
+    draft_s: np.ndarray  # (P,)
+    verify_s: np.ndarray  # (P,) the target's passes over the drafts, and the verdicts
     ceiling: float = 1.0  # mean mass that the target gives to what the drafter can propose: no α can be above it
     identical: int = 0  # prompts whose greedy answer is plain decoding's, token for token
     near_ties: list[float] = field(default_factory=list)  # gap of the two largest logits where an answer parted
@@ -45,13 +60,37 @@ class Measurement:
         """Nothing counted yet, for prompts of these categories."""
         count = len(categories)
         stats = DecodingStats.empty(count, settings.depth)
-        return cls(settings, categories, stats, np.zeros(count), np.zeros(count), np.zeros(count), np.zeros(count))
+        zeros: list[Any] = [np.zeros(count) for _ in _PER_PROMPT]
+        return cls(settings, categories, stats, *zeros)
 
     @property
     def speedup(self) -> float:
         """Seconds per token of plain decoding over seconds per token with the drafter."""
         plain = self.plain_s.sum() / self.plain_tokens.sum()
         return float(plain / (self.speculative_s.sum() / self.speculative_tokens.sum()))
+
+    @property
+    def predicted_speedup(self) -> float:
+        """The speed-up that theory expects of the conditional acceptance and of what drafting and checking cost.
+
+        Rounds are predicted, and the prompts' own passes are put in front as measured. What the measured speed-up lacks
+        of it went into a round's bookkeeping, beside the small biases of `eval.theory.predict`. nan where nothing was
+        drafted or timed.
+        """
+        s = self.stats
+        rounds, reached = s.rounds.sum(), s.drafts.sum(0)
+        if not (reached.any() and self.verify_s.any()):
+            return float("nan")
+        plain_s = self.plain_s.sum() / self.plain_tokens.sum()
+        rounds_only = predict(
+            s.conditional_acceptance,
+            draft_s_per_token=self.draft_s.sum() / reached.sum(),
+            verify_s_per_round=self.verify_s.sum() / rounds,
+            plain_s_per_token=plain_s,
+            reach=reached / rounds,
+        )
+        predicted_s = self.speculative_prefill_s.sum() + s.emitted.sum() * plain_s / rounds_only
+        return float(plain_s / (predicted_s / self.speculative_tokens.sum()))
 
     def select(self, prompts: Any) -> Measurement:
         """The measurement of some prompts, by index or mask."""
@@ -60,10 +99,7 @@ class Measurement:
             self.settings,
             [self.categories[i] for i in chosen],
             self.stats.select(chosen),
-            self.plain_s[chosen],
-            self.plain_tokens[chosen],
-            self.speculative_s[chosen],
-            self.speculative_tokens[chosen],
+            *(getattr(self, name)[chosen] for name in _PER_PROMPT),
         )
 
     def by_category(self) -> dict[str, dict[str, Any]]:
@@ -84,8 +120,7 @@ class Measurement:
     def counts(self) -> dict[str, Any]:
         """Numerators and denominators of every rate, per prompt."""
         columns = {f.name: getattr(self.stats, f.name).tolist() for f in fields(self.stats)}
-        times = ("plain_s", "plain_tokens", "speculative_s", "speculative_tokens")
-        return {"category": self.categories, **columns, **{name: getattr(self, name).tolist() for name in times}}
+        return {"category": self.categories, **columns, **{name: getattr(self, name).tolist() for name in _PER_PROMPT}}
 
     def interval(self, statistic: Callable[[Measurement], float], level: float = 0.95) -> tuple[float, float]:
         """Bootstrap interval of a statistic over prompts (percentiles of resampled prompts, fixed seed)."""
@@ -114,6 +149,7 @@ class Measurement:
             "block_efficiency_interval": self.interval(lambda m: m.stats.block_efficiency),
             "speedup": self.speedup,
             "speedup_interval": self.interval(lambda m: m.speedup),
+            "predicted_speedup": self.predicted_speedup,
             "draft_utilization": s.draft_utilization,
             "ceiling": self.ceiling,
             "acceptance_per_position": s.acceptance_per_position,
@@ -203,8 +239,12 @@ def _in_turns(
 
 def _add(result: Measurement, index: int, plain: Generation, speculative: Generation) -> None:
     result.plain_s[index] += plain.seconds.total
+    result.plain_prefill_s[index] += plain.seconds.prefill
     result.plain_tokens[index] += len(plain.token_ids[0])
     result.speculative_s[index] += speculative.seconds.total
+    result.speculative_prefill_s[index] += speculative.seconds.prefill
+    result.draft_s[index] += speculative.seconds.draft
+    result.verify_s[index] += speculative.seconds.verify
     result.speculative_tokens[index] += len(speculative.token_ids[0])
     result.stats.accumulate(index, speculative.stats)
 

@@ -16,12 +16,14 @@ Named = list[tuple[str, Measurement]]
 
 def print_tables(measured: Named, console: Console | None = None) -> None:
     """The acceptance table, and a second one by category where there are several."""
-    console = console or Console(width=132 if not Console().is_terminal else None)
+    console = console or Console(width=144 if not Console().is_terminal else None)
     console.print(_overview(measured))
     console.print(
         "α expected: mean of Σ min(p, q) over tested positions; realised: accepted / tested. By position: accepted / "
         "tested at draft token 1, 2, …\nτ: tokens emitted per target pass, the extra token included. Speed-up: seconds "
-        "per token, plain / speculative, run in turns. [95% bootstrap interval over prompts]",
+        "per token, plain / speculative, run in turns. [95% bootstrap interval over prompts]\nPredicted: speed-up by "
+        "theory, from acceptance by position and the measured seconds of a draft token, a check, a plain token and the "
+        "prompt's pass; what else a round does is left out.",
         style="dim",
     )
     if not all(m.settings.lossless for _, m in measured):
@@ -45,7 +47,7 @@ def unique_names(folders: list[Path], kinds: list[str]) -> list[str]:
 
 def _overview(measured: Named) -> Table:
     table = Table(title="Acceptance in the engine")
-    for column in ("drafter", "T", "k", "α expected", "α realised", "by position", "τ", "speed-up"):
+    for column in ("drafter", "T", "k", "α expected", "α realised", "by position", "τ", "speed-up", "predicted"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for name, m in measured:
         s = m.summary()
@@ -58,6 +60,7 @@ def _overview(measured: Named) -> Table:
             " ".join(f"{x:.2f}" for x in s["conditional_acceptance"]),
             _with_interval(s, "block_efficiency"),
             _with_interval(s, "speedup"),
+            f"{s['predicted_speedup']:.2f}",
         )
     return table
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from data.answers import context_ids
 from data.prompts import Prompt
-from engine.loop import generate
+from engine.loop import Seconds, generate
 from engine.settings import DecodeSettings
 from eval.measure import Measurement, answer_logits, ceiling, measure
 from eval.prompt_sets import prompt_set
@@ -119,6 +119,48 @@ def test_the_interval_is_that_of_prompts_not_of_rounds() -> None:
     assert spread.speedup == 2.0
 
 
+def timed() -> Measurement:
+    measured = made_up([5, 10])  # of 10 drafted tokens in 10 rounds: 15 and 20 emitted, and the first before them
+    measured.plain_tokens[:] = measured.speculative_tokens[:] = [16, 21]
+    measured.plain_s[:], measured.plain_prefill_s[:] = [2.0, 2.5], 0.5
+    measured.speculative_s[:], measured.speculative_prefill_s[:] = 1.0, 0.4
+    measured.draft_s[:], measured.verify_s[:] = 0.1, [0.3, 0.5]
+    return measured
+
+
+def test_the_predicted_speedup_by_hand() -> None:
+    measured = timed()
+    assert measured.select([0]).predicted_speedup == pytest.approx(2.0 / (0.4 + 15 / 1.5 * 0.04))
+    assert measured.select([1]).predicted_speedup == pytest.approx(2.5 / (0.4 + 20 / 2.0 * 0.06))
+    assert measured.predicted_speedup == pytest.approx(4.5 / (0.8 + 35 / 1.75 * 0.05))
+    assert measured.summary()["predicted_speedup"] == measured.predicted_speedup
+    assert measured.counts()["verify_s"] == [0.3, 0.5] and measured.counts()["plain_prefill_s"] == [0.5, 0.5]
+    assert np.isnan(made_up([5]).predicted_speedup)  # nothing was timed
+    assert np.isnan(Measurement.empty(SETTINGS, ["x"]).predicted_speedup)
+
+
+def test_times_are_those_of_the_fastest_runs(
+    tiny: Target, drafter: EagleDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: dict[tuple[bool, tuple[int, ...]], list[Seconds]] = {}
+
+    def recorded(target, prompts, settings, chosen=None, **kwargs):
+        made = generate(target, prompts, settings, chosen, **kwargs)
+        if settings.max_new_tokens == 10:  # not the warm-up
+            runs.setdefault((chosen is not None, tuple(prompts[0])), []).append(made.seconds)
+        return made
+
+    monkeypatch.setattr("eval.measure.generate", recorded)
+    measured = measure(tiny, drafter, PROMPTS, SETTINGS, repeats=3)
+    for index, prompt in enumerate(PROMPTS):
+        ids = tuple(context_ids(tiny, prompt))
+        assert len(runs[False, ids]) == len(runs[True, ids]) == 3
+        plain, fast = (min(runs[chosen, ids], key=lambda s: s.total) for chosen in (False, True))
+        assert (measured.plain_s[index], measured.plain_prefill_s[index]) == (plain.total, plain.prefill)
+        assert measured.speculative_prefill_s[index] == fast.prefill
+        assert (measured.draft_s[index], measured.verify_s[index]) == (fast.draft, fast.verify)
+
+
 def test_the_table_shows_what_was_counted(tmp_path: Path) -> None:
     measured = made_up([5] * 4)
     measured.identical = 4
@@ -127,12 +169,15 @@ def test_the_table_shows_what_was_counted(tmp_path: Path) -> None:
     text = console.export_text()
     assert "0.500 [0.50, 0.50]" in text
     assert "1.500 [1.50, 1.50]" in text
-    assert "2.000 [2.00, 2.00]" in text
+    assert "2.000 [2.00, 2.00] │       nan" in text
     assert "greedy output identical to plain decoding on 4 of 4 prompts" in text
     measured.identical, measured.near_ties = 3, [2e-6]
     console = Console(width=140, record=True, file=(tmp_path / "out").open("w"))
     print_tables([("name", measured)], console)
     assert "on 3 of 4 prompts; where they part, the two largest logits differ by 2.0e-06" in console.export_text()
+    console = Console(width=140, record=True, file=(tmp_path / "out").open("w"))
+    print_tables([("name", timed())], console)
+    assert f"│      {timed().predicted_speedup:.2f} │" in console.export_text()
     draw([("name", measured)], tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 5000
 
