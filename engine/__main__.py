@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -14,6 +15,8 @@ from rich.console import Console
 
 from conf.compose import main, plain
 from models.errors import UserError
+
+_SHORT = {"drafter": "export", "target": "target.source"}
 
 if TYPE_CHECKING:
     from engine.loop import Generation
@@ -60,13 +63,14 @@ def job(config: DictConfig, prompt: str | None = None) -> None:
     from models.drafter import accelerate_drafter
     from models.target import load_target
 
-    export = None if options["drafter"] is None else native.read(options["drafter"])
+    folder = None if options["export"] is None else Path(options["export"])
+    export = None if folder is None else native.read(folder)
     default = {"source": "tiny"} if export is None else export.target["load"]
     tokens = 1 if export is None else export.num_speculative_tokens
     settings = decode_settings(options["decode"], float(options["temperature"]), options["seed"], tokens)
     target = load_target(**{**default, **{k: v for k, v in options["target"].items() if v is not None}})
     target.accelerate()
-    drafter = None if export is None else native.load(options["drafter"], target)
+    drafter = None if folder is None else native.load(folder, target)
     accelerate_drafter(drafter)
     console = Console(highlight=False, soft_wrap=True)
     stop = StopStrings(settings.stop_strings, target.decode)
@@ -102,7 +106,12 @@ def summary(made: Generation, lossless: bool) -> str:
 
 
 def split_prompt(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The first argument, where it is no setting, and the settings."""
+    """The first argument, where it is no setting, and the settings, short names written out.
+
+    Hydra would take drafter=X and target=X for choices of the groups that configure training.
+    """
+    parts = [argument.partition("=") for argument in arguments]
+    arguments = [f"{_SHORT.get(name, name)}{equals}{value}" for name, equals, value in parts]
     if not arguments or arguments[0].startswith("-") or re.match(r"[+~]{0,2}[A-Za-z_][\w.@/]*=", arguments[0]):
         return None, arguments
     return arguments[0], arguments[1:]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import random
 
+import hydra
 import pytest
 from rich.console import Console
 
+from conf.compose import ROOT
 from engine.__main__ import Stream, encode, split_prompt, summary
 from engine.loop import generate
 from engine.settings import DecodeSettings
@@ -21,6 +23,14 @@ from models.target import Target
 )
 def test_the_first_argument_is_the_prompt_as_it_stands(prompt: str) -> None:
     assert split_prompt([prompt, "temperature=0.5"]) == (prompt, ["temperature=0.5"])
+
+
+def test_short_names_are_written_out_and_understood() -> None:
+    prompt, settings = split_prompt(["Why?", "drafter=outputs/a/export", "target=smollm2", "target.device=cpu"])
+    assert (prompt, settings) == ("Why?", ["export=outputs/a/export", "target.source=smollm2", "target.device=cpu"])
+    with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
+        config = hydra.compose("engine", overrides=settings)
+    assert (config.export, config.target.source) == ("outputs/a/export", "smollm2")
 
 
 def test_settings_are_no_prompt() -> None:
