@@ -213,7 +213,9 @@ def test_4_running_state_is_a_fresh_one_greedy(target: Target, drafter: Any, sta
 def test_4_running_state_is_a_fresh_one_sampled(small_target: Target, small_drafter: Any) -> None:
     start = prompts(LENGTHS, 5, seed=1)
     _, seen = generate_observed(small_target, small_drafter, start, settings(3, SAMPLED), [check_fresh])
-    assert seen.proposals > 5 and seen.committed_counts >= {1, 2, 3}  # 4 only where drafts are always full
+    every_count = {1, 2, 3, 4}  # a drafter that chooses its drafts' lengths need not get to the last
+    assert seen.proposals > 5
+    assert seen.committed_counts == every_count if seen.always_full else seen.committed_counts >= every_count - {4}
 
 
 # 5. What was saved is what is loaded.

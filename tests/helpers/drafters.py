@@ -309,6 +309,7 @@ class Observed:
     script: dict[int, tuple[list[int], list[int]]] | None = None
     proposals: int = 0
     committed_counts: set[int] = field(default_factory=set)
+    always_full: bool = True  # no draft was shorter than it was asked to be
 
     def __post_init__(self) -> None:
         self.capture_layers, self.vocab = self.drafter.capture_layers, self.drafter.vocab
@@ -339,6 +340,7 @@ class Observed:
                 sampling=sampling,
                 random=recorded,
             )
+        self.always_full &= draft.lengths is None
         for check in self.checks:
             check(self.drafter, Proposal(state.history, draft, stacked(logits, draft), sampling, recorded.calls))
         self.proposals += 1
