@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
-from models import tree
 from models.errors import UserError
 from models.sampling import RequestRandom, SamplingParams
 from models.target import Target
+from models.text_drafting import new_tokens, point_masses
 from models.types import Draft, TargetFeatures
 from models.vocab import DraftVocab
 
@@ -115,14 +114,9 @@ class PromptLookupDrafter(nn.Module):
         random: RequestRandom,
     ) -> Draft:
         """Take in the confirmed rows, then copy up to N tokens; `lengths` says how many, and 0 pads the rest."""
-        token_ids, following = committed.token_ids.tolist(), committed.next_token_ids.tolist()
         drafts = []
-        for row, (text, length) in enumerate(zip(state.texts, committed.lengths.tolist(), strict=True)):
-            first = [] if text.token_ids else token_ids[row][:1]  # later rows begin with a token that is known
-            text.append(first + following[row][:length])
+        added = new_tokens(committed, [bool(text.token_ids) for text in state.texts])
+        for text, token_ids in zip(state.texts, added, strict=True):
+            text.append(token_ids)
             drafts.append(text.continuation(num_speculative_tokens))
-        padded = [draft + [0] * (num_speculative_tokens - len(draft)) for draft in drafts]
-        device = committed.token_ids.device
-        parents = tree.chain_parents(len(padded), num_speculative_tokens, device)
-        lengths = torch.tensor([len(draft) for draft in drafts])
-        return Draft(torch.tensor(padded, device=device), parents, None, lengths)
+        return point_masses(drafts, num_speculative_tokens, committed.token_ids.device)

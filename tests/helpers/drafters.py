@@ -327,10 +327,7 @@ class Observed:
         sampling: SamplingParams,
         random: RequestRandom,
     ) -> Draft:
-        state.history.add(committed)
-        state.rounds += 1
-        if state.rounds > 1:
-            self.committed_counts |= set(committed.lengths.tolist())
+        self._take_in(state, committed)
         recorded = RecordedRandom(random)
         with recorded_logits(self.drafter) as logits:
             draft = self.drafter.propose(
@@ -356,10 +353,7 @@ class Observed:
         sampling: SamplingParams,
         random: RequestRandom,
     ) -> Draft:
-        state.history.add(committed)
-        state.rounds += 1
-        if state.rounds > 1:
-            self.committed_counts |= set(committed.lengths.tolist())
+        self._take_in(state, committed)
         recorded = RecordedRandom(random)
         options = {"shape": shape, "children": children, "sampling": sampling}
         with recorded_logits(self.drafter) as logits:
@@ -369,6 +363,12 @@ class Observed:
             check_tree_unroll(self.drafter, state.history, draft, logits, shape)
         self.proposals += 1
         return draft if self.script is None else self._scripted(state, draft)
+
+    def _take_in(self, state: _ObservedState, committed: TargetFeatures) -> None:
+        state.history.add(committed)
+        state.rounds += 1
+        if state.rounds > 1:
+            self.committed_counts |= set(committed.lengths.tolist())
 
     def _scripted(self, state: _ObservedState, draft: Draft) -> Draft:
         """Put true tokens at the beginning of a chain, or of some path of a tree."""
