@@ -207,14 +207,14 @@ class RequestRandom:
     def __init__(self, seeds: list[int], block: int, purpose: int = 0, device: torch.device | str = "cpu") -> None:
         self._streams = [torch.Generator().manual_seed(2 * seed + purpose) for seed in seeds]
         self._block = block
-        self._device = device
+        self.device = device
 
     def uniform(self, columns: int) -> Tensor:
         """Numbers in [0, 1): (B, columns) float64. Raises ValueError for more columns than the block holds."""
         if columns > self._block:
             raise ValueError(f"{columns} numbers asked for, but a block holds {self._block}")
         rows = [torch.rand(self._block, generator=stream, dtype=torch.float64) for stream in self._streams]
-        return torch.stack(rows)[:, :columns].to(self._device)
+        return torch.stack(rows)[:, :columns].to(self.device)
 
     def select(self, rows: list[int]) -> None:
         """Keep the streams of `rows`, in that order."""

@@ -26,7 +26,11 @@ KINDS = ("top", "independent", "without_replacement")
 
 
 class Expander(Protocol):
-    """What a drafter says behind the nodes of a tree."""
+    """What a drafter says behind the nodes of a tree, or token by token along a chain."""
+
+    @property
+    def room(self) -> Tensor | None:
+        """How many tokens of a chain have room behind each request's text: (B,), on the host; None: any number."""
 
     def root(self) -> Tensor:
         """Draft logits (B, 1, Vd) behind the last committed token."""
@@ -174,8 +178,9 @@ class TreeRows:
         self._committed = cache.lengths
         self._ancestors: Tensor | None = None  # (B, T of the level above, T so far) bool
         self._depth = 0
+        self._chain = True  # so far: then a request's rows read all that is there
 
-    def begin(self, parents: Tensor) -> tuple[Tensor, Tensor]:
+    def begin(self, parents: Tensor) -> tuple[Tensor, Tensor | None]:
         """Announce a level whose rows follow `parents` (B, Q) of the level above: positions (B, Q) and mask."""
         batch_size, num_rows = parents.shape
         own = torch.eye(num_rows, dtype=torch.bool, device=parents.device).expand(batch_size, -1, -1)
@@ -188,6 +193,9 @@ class TreeRows:
         lengths = self._committed.to(parents.device)
         positions = (lengths[:, None] + self._depth).expand(batch_size, num_rows)
         self._depth += 1
+        self._chain &= num_rows == 1
+        if self._chain and self._cache.uniform:
+            return positions, None
         longest = int(self._committed.max())  # on the host
         return positions, tree.level_mask(lengths, self._ancestors, longest=longest)
 

@@ -19,12 +19,12 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from models import tree
 from models.cache import KVCache
+from models.chain_drafting import draft_chain
 from models.errors import UserError
 from models.layers import layer_config
 from models.linear import accelerate
-from models.sampling import RequestRandom, SamplingParams, draw, probabilities
+from models.sampling import RequestRandom, SamplingParams
 from models.target import Target, load_target
 from models.types import Draft, TargetFeatures
 from models.vocab import DraftVocab
@@ -158,28 +158,8 @@ class DraftLM(nn.Module):
 
         A request that has filled the draft model's context gets a shorter draft, or none.
         """
-        hidden = self._take_in(state, committed)
-        rest = (self.lm.max_positions + 1 - state.committed).clamp(0, num_speculative_tokens)
-        lengths = None if bool((rest == num_speculative_tokens).all()) else rest
-        uniforms = None if sampling.greedy else random.uniform(num_speculative_tokens)
-        parents = tree.chain_parents(len(rest), num_speculative_tokens, hidden.device)
-        if not rest.any():
-            return Draft(torch.zeros_like(parents), parents, None, rest)
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        one = torch.ones_like(state.committed)
-        for depth in range(num_speculative_tokens):
-            if depth > 0:
-                hidden = self.lm.step(self._known(tokens[-1][:, None]), state.cache).last[:, 0]
-                state.cache.commit(one)
-            logits = self.logits(hidden)
-            if uniforms is None:
-                tokens.append(self.vocab.to_target(logits.argmax(-1)))
-            else:
-                law = probabilities(logits, sampling)
-                tokens.append(self.vocab.to_target(draw(law, uniforms[:, depth])))
-                laws.append(self.vocab.widen(law))
-        return Draft(torch.stack(tokens, dim=1), parents, torch.stack(laws, dim=1) if laws else None, lengths)
+        expander = self.expander(state, committed)
+        return draft_chain(expander, self.vocab, num_speculative_tokens, sampling=sampling, random=random)
 
     def expander(self, state: DraftLMState, committed: TargetFeatures) -> DraftLMExpander:
         """Take in the confirmed tokens; what follows them is then told along one chain, token by token."""
@@ -204,7 +184,7 @@ class DraftLM(nn.Module):
 
 
 class DraftLMExpander:
-    """What the draft model says along a chain. `room` (B,) tokens find a place in its context."""
+    """What the draft model says along a chain, as long as that finds room in its context."""
 
     def __init__(self, drafter: DraftLM, state: DraftLMState, hidden: Tensor) -> None:
         self.room = (drafter.lm.max_positions + 1 - state.committed).clamp(min=0)

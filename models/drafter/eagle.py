@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from models import tree
 from models.cache import KVCache
+from models.chain_drafting import draft_chain
 from models.layers import DecoderStack, UnrolledMemory, layer_config, unrolled_mask
-from models.sampling import RequestRandom, SamplingParams, draw, probabilities
+from models.sampling import RequestRandom, SamplingParams
 from models.target import Target
 from models.tree import DynamicTree, StaticTree
 from models.tree_drafting import Expander, TreeRows, grow
@@ -123,25 +124,8 @@ class EagleDrafter(nn.Module):
         random: RequestRandom,
     ) -> Draft:
         """Take in the confirmed rows (B, R), then draft a chain of N tokens, one pass of the layers for each."""
-        hidden = self._ingest(state, committed)
-        uniforms = None if sampling.greedy else random.uniform(num_speculative_tokens)
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        one = torch.ones_like(state.committed)
-        for depth in range(num_speculative_tokens):
-            if depth > 0:
-                hidden = self._step(state.cache, tokens[-1][:, None], hidden)
-                state.cache.commit(one)
-            logits = self.logits(hidden[:, 0])
-            if uniforms is None:
-                tokens.append(self.vocab.to_target(logits.argmax(-1)))
-            else:
-                law = probabilities(logits, sampling)
-                tokens.append(self.vocab.to_target(draw(law, uniforms[:, depth])))
-                laws.append(self.vocab.widen(law))
-        token_ids = torch.stack(tokens, dim=1)
-        parents = tree.chain_parents(len(token_ids), num_speculative_tokens, token_ids.device)
-        return Draft(token_ids, parents, torch.stack(laws, dim=1) if laws else None)
+        expander = self.expander(state, committed)
+        return draft_chain(expander, self.vocab, num_speculative_tokens, sampling=sampling, random=random)
 
     def propose_tree(
         self,
@@ -166,27 +150,23 @@ class EagleDrafter(nn.Module):
         assert committed.hidden is not None
         cache = state.cache
         cache.truncate(state.committed)
-        hidden = self._step(cache, committed.next_token_ids, committed.hidden)
+        num_rows = committed.token_ids.shape[1]
+        cache.begin(num_rows)
+        lengths = cache.lengths.to(committed.hidden.device)
+        positions = lengths[:, None] + torch.arange(num_rows, device=lengths.device)
+        alone = num_rows == 1 and cache.uniform
+        mask = None if alone else tree.attention_mask(lengths, num_rows, longest=cache.width - num_rows)
+        hidden = self.stack(self.fuse(committed.next_token_ids, committed.hidden), positions, cache, mask)
         cache.commit(committed.lengths)
         state.committed = cache.lengths
         last = (committed.lengths.to(hidden.device) - 1).clamp(min=0)
         return hidden[torch.arange(len(last), device=hidden.device), last][:, None]
 
-    def _step(self, cache: KVCache, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        num_rows = token_ids.shape[1]
-        cache.begin(num_rows)
-        lengths = cache.lengths.to(hidden.device)
-        positions = lengths[:, None] + torch.arange(num_rows, device=hidden.device)
-        mask = (
-            None
-            if num_rows == 1 and cache.uniform
-            else tree.attention_mask(lengths, num_rows, longest=cache.width - num_rows)
-        )
-        return self.stack(self.fuse(token_ids, hidden), positions, cache, mask)
-
 
 class _EagleExpander:
     """Estimates behind the nodes of a tree, each read behind its parent's."""
+
+    room = None
 
     def __init__(self, drafter: EagleDrafter, cache: KVCache, estimate: Tensor) -> None:
         self._drafter, self._cache, self._estimates = drafter, cache, estimate  # (B, rows of the level above, D)

@@ -19,14 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models import tree
+from models.chain_drafting import draft_chain
 from models.checkpoint import native
 from models.drafter import accelerate_drafter
 from models.errors import UserError
-from models.sampling import RequestRandom, SamplingParams, draw, probabilities
+from models.sampling import RequestRandom, SamplingParams, probabilities
 from models.suffix_automaton import ROOT, CountedSuffixes, FrozenSuffixes, Place, SuffixAutomaton, Suffixes
 from models.target import Target
 from models.text_drafting import new_tokens
+from models.tree_drafting import Expander
 from models.types import Draft, DraftState, TargetFeatures
 from models.vocab import DraftVocab
 
@@ -156,30 +157,8 @@ class HybridDrafter(nn.Module):
         new = new_tokens(committed, [text.started for text in state.texts])
         for text, token_ids in zip(state.texts, new, strict=True):
             text.append(token_ids)
-        expander = self.neural.expander(state.neural, committed)
-        uniforms = None if sampling.greedy else random.uniform(num_speculative_tokens)
-        parents = tree.chain_parents(len(new), num_speculative_tokens, committed.token_ids.device)
-        lengths = getattr(expander, "room", None)
-        if lengths is not None:
-            lengths = None if (lengths >= num_speculative_tokens).all() else lengths.clamp(0, num_speculative_tokens)
-        if lengths is not None and not lengths.any():
-            return Draft(torch.zeros_like(parents), parents, None, lengths)
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        neural = expander.root()
-        for depth in range(num_speculative_tokens):
-            if depth > 0:
-                neural = expander.below(tokens[-1][:, None], torch.zeros_like(tokens[-1][:, None]))
-                for text, token in zip(state.texts, tokens[-1].tolist(), strict=True):
-                    text.draft(token)
-            logits = self.logits(self._mixture(neural[:, 0], state.texts))
-            if uniforms is None:
-                tokens.append(self.vocab.to_target(logits.argmax(-1)))
-            else:
-                law = probabilities(logits, sampling)
-                tokens.append(self.vocab.to_target(draw(law, uniforms[:, depth])))
-                laws.append(self.vocab.widen(law))
-        return Draft(torch.stack(tokens, dim=1), parents, torch.stack(laws, dim=1) if laws else None, lengths)
+        expander = _HybridExpander(self, self.neural.expander(state.neural, committed), state.texts)
+        return draft_chain(expander, self.vocab, num_speculative_tokens, sampling=sampling, random=random)
 
     def _mixture(self, logits: Tensor, texts: list[NgramText]) -> Tensor:
         """λ · p_ngram + (1 − λ) · p_neural (B, Vd), of the neural drafter's logits (B, Vd)."""
@@ -192,3 +171,22 @@ class HybridDrafter(nn.Module):
         weight = self._ngram_weight * (total > 0).to(neural)
         ngram = (counts / total.clamp(min=1)).to(neural.device)
         return weight * ngram + (1 - weight) * neural
+
+
+class _HybridExpander:
+    """The mixture along a chain; the texts of the requests go on with it."""
+
+    def __init__(self, drafter: HybridDrafter, neural: Expander, texts: list[NgramText]) -> None:
+        self.room = neural.room
+        self._drafter, self._neural, self._texts = drafter, neural, texts
+
+    def root(self) -> Tensor:
+        return self._mixed(self._neural.root())
+
+    def below(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        for text, token in zip(self._texts, token_ids[:, 0].tolist(), strict=True):
+            text.draft(token)
+        return self._mixed(self._neural.below(token_ids, parents))
+
+    def _mixed(self, neural: Tensor) -> Tensor:
+        return self._drafter.logits(self._drafter._mixture(neural[:, 0], self._texts))[:, None]

@@ -87,7 +87,7 @@ class RecordedRandom:
     """Hands on a request's random numbers and keeps them, to draft once more with the same."""
 
     def __init__(self, inner: RequestRandom) -> None:
-        self.inner, self.calls = inner, []
+        self.inner, self.calls, self.device = inner, [], inner.device
 
     def uniform(self, columns: int) -> Tensor:
         self.calls.append(self.inner.uniform(columns))
@@ -98,7 +98,7 @@ class ReplayedRandom:
     """Gives recorded numbers again, in the same order."""
 
     def __init__(self, calls: list[Tensor]) -> None:
-        self._calls = iter(calls)
+        self._calls, self.device = iter(calls), "cpu"
 
     def uniform(self, columns: int) -> Tensor:
         return next(self._calls)[:, :columns]

@@ -15,7 +15,6 @@ from torch import Tensor
 from conf.compose import ROOT, plain
 from engine.loop import generate
 from engine.settings import DecodeSettings
-from models import tree
 from models.checkpoint import native
 from models.drafter.eagle import EagleDrafter, EagleState
 from models.layers import UnrolledMemory, unrolled_mask
@@ -317,12 +316,16 @@ class UnrollReadsOtherRows(_OwnUnroll):
 class DraftPositionsAhead(EagleDrafter):
     """Drafted rows are placed one position too far on."""
 
-    def _step(self, cache: Any, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        cache.begin(token_ids.shape[1])
-        start = cache.lengths + (token_ids.shape[1] == 1 and bool((cache.lengths > 0).any()))
-        positions = start[:, None] + torch.arange(token_ids.shape[1])
-        mask = tree.attention_mask(cache.lengths, token_ids.shape[1])
-        return self.stack(self.fuse(token_ids, hidden), positions, cache, mask)
+    def expander(self, state: EagleState, committed: TargetFeatures) -> Any:
+        made: Any = super().expander(state, committed)
+        begin = made._rows.begin
+
+        def ahead(parents: Tensor) -> Any:
+            positions, mask = begin(parents)
+            return positions + 1, mask
+
+        made._rows.begin = ahead
+        return made
 
 
 class KeepsItsDraft(EagleDrafter):
