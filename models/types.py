@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.sampling import RequestRandom, SamplingParams
 from models.tree import DynamicTree, StaticTree
@@ -92,8 +92,14 @@ class TrainableDrafter(Drafter, Protocol):
     def unroll(self, features: TargetFeatures, num_steps: int) -> Iterator[Tensor]:
         """For training: yield the hidden states (B, S, D) of step 0, 1, ..; row t of step s is about x_{t+2+s}."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Draft logits (..., Vd) of hidden states (..., D); apart from `unroll`, so that losses can chunk it."""
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """Draft logits (..., Vd) of hidden states (..., D) of a step; apart from `unroll`, so that losses can chunk it.
+
+        Only a drafter with several heads minds which step it is.
+        """
+
+    def logit_parameters(self, step: int = 0) -> list[nn.Parameter]:
+        """The parameters that `logits` trains at a step; none for a head that is the target's."""
 
 
 class TreeDrafter(Drafter, Protocol):

@@ -63,6 +63,15 @@ class DraftVocab:
         """Draft ids to target ids, any shape."""
         return draft_ids if self.token_ids is None else self.token_ids.to(draft_ids.device)[draft_ids]
 
+    def to_draft(self, token_ids: Tensor) -> Tensor:
+        """Target ids to draft ids, any shape; −1 for those that cannot be proposed."""
+        if self.token_ids is None:
+            return token_ids
+        draft_ids = torch.full((self.vocab_size,), -1, dtype=torch.int64, device=token_ids.device)
+        known = self.token_ids.to(token_ids.device)
+        draft_ids[known] = torch.arange(len(known), device=token_ids.device)
+        return draft_ids[token_ids]
+
     def widen(self, law: Tensor) -> Tensor:
         """Spread a law over the draft vocabulary (..., Vd) to the target's (..., V), zero elsewhere."""
         if self.token_ids is None:

@@ -5,24 +5,22 @@ B batch, S rows, M supervised rows, D hidden size, Vd draft vocabulary.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import Any
 
-import lightning
 import torch
 from torch import Tensor, nn
 
 from data.loader import Batch, StepBatches
 from models.errors import UserError
 from models.target import Target
-from models.types import Drafter, TargetFeatures
+from models.types import TargetFeatures
 from train.losses import chunked_loss, regression, soft_cross_entropy
+from train.regime import Regime, check_counts
 
 _ROWS_PER_UNKNOWN = 64
 
 
-class FeatureRegression(lightning.LightningModule):
+class FeatureRegression(Regime):
     """w_reg · R(f̂, f) + w_cls · soft cross-entropy, averaged over supervised positions (2401.15077, section 4.1).
 
     Row t of step s estimates f_{t+1+s}, from which the head makes the law of x_{t+2+s}: it is supervised where that
@@ -50,25 +48,24 @@ class FeatureRegression(lightning.LightningModule):
         start: str,
         seed: int,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            drafter,
+            target,
+            max_steps=max_steps,
+            seed=seed,
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            warmup_fraction=warmup_fraction,
+        )
         if start not in ("least_squares", "random"):
             raise UserError(f"drafter.training.start is {start!r}: choose least_squares or random.")
         if regression not in ("mse", "smooth_l1"):
             raise UserError(f"drafter.training.regression is {regression!r}: choose mse or smooth_l1.")
-        for name, value in (("num_steps", num_steps), ("chunk_rows", chunk_rows)):
-            if value < 1:
-                raise UserError(f"drafter.training.{name} is {value}: it must be at least 1.")
-        self.drafter: Any = drafter
-        # In a tuple, so that it is neither trained nor saved with the drafter, nor moved by Lightning, which puts the
-        # module on the CPU when training ends.
-        self._target = (target,)
-        self.max_steps, self.lr, self.weight_decay = max_steps, lr, weight_decay
-        self.betas = (betas[0], betas[1])
-        self.warmup_steps = max(1, round(warmup_fraction * max_steps))
+        check_counts(num_steps=num_steps, chunk_rows=chunk_rows)
         self.regression, self.w_reg, self.w_cls = regression, w_reg, w_cls
         self.noise, self.num_steps, self.position_decay = noise, num_steps, position_decay
-        self.chunk_rows, self.from_least_squares, self.seed = chunk_rows, start == "least_squares", seed
-        self._target_head = target.head.rows(drafter.vocab.token_ids)  # type: ignore[union-attr, arg-type]
+        self.chunk_rows, self.from_least_squares = chunk_rows, start == "least_squares"
 
     @torch.no_grad()
     def start(self, batches: StepBatches) -> None:
@@ -79,7 +76,7 @@ class FeatureRegression(lightning.LightningModule):
         """
         if not self.from_least_squares:
             return
-        target, width = self._target[0], 2 * self._target[0].hidden_size
+        target, width = self.target, 2 * self.target.hidden_size
         inputs = torch.zeros(width, width, dtype=torch.float64, device=target.device)
         outputs = torch.zeros(width, target.hidden_size, dtype=torch.float64, device=target.device)
         count = step = 0
@@ -87,7 +84,7 @@ class FeatureRegression(lightning.LightningModule):
             made = batches[step]
             hidden = None if made.hidden is None else made.hidden.to(target.device)
             batch = Batch(made.token_ids.to(target.device), made.loss_mask.to(target.device), made.lengths, hidden)
-            features = training_features(target, self.drafter, batch)
+            features, _ = self.features(batch)
             assert features.hidden is not None
             supervised = batch.loss_mask[:, 2:]
             read = torch.cat([target.embedding(batch.token_ids[:, 1:-1]), features.hidden[:, :-2]], dim=-1)[supervised]
@@ -99,26 +96,9 @@ class FeatureRegression(lightning.LightningModule):
         ridge = 1e-3 * inputs.diagonal().mean() * torch.eye(width, dtype=torch.float64, device=target.device)
         self.drafter.start_linear(torch.linalg.solve(inputs + ridge, outputs).t())
 
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(
-            self.drafter.parameters(), lr=self.lr, betas=self.betas, weight_decay=self.weight_decay
-        )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_scale)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def _lr_scale(self, step: int) -> float:
-        """Linear warm-up, then a half cosine down to zero at `max_steps`."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps)
-        return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        features = training_features(self._target[0], self.drafter, batch)
-        losses = self.losses(features, batch.loss_mask, noise_seed=self.seed * 1_000_003 + batch_idx)
-        self.log_dict({f"train/{k}": v for k, v in losses.items()}, prog_bar=False)
-        self.log("loss", losses["loss"], prog_bar=True, logger=False)
-        return losses["loss"]
+    def training_losses(self, batch: Batch, step: int) -> dict[str, Tensor]:
+        features, _ = self.features(batch)
+        return self.losses(features, batch.loss_mask, noise_seed=self.seed * 1_000_003 + step)
 
     def losses(self, features: TargetFeatures, loss_mask: Tensor, noise_seed: int | None = None) -> dict[str, Tensor]:
         """All parts of the loss, each a mean over supervised positions, and the top-1 agreement of the first step."""
@@ -149,9 +129,9 @@ class FeatureRegression(lightning.LightningModule):
 
         def row_loss(hidden: Tensor, which: slice) -> Tensor:
             nonlocal agreement
-            draft_logits = self.drafter.logits(hidden)
+            draft_logits = self.drafter.logits(hidden, step=0)
             with torch.no_grad():
-                target_logits = self._target_head(wanted[which])
+                target_logits = self._head(wanted[which])
                 agreement += (draft_logits.argmax(-1) == target_logits.argmax(-1)).sum()
             return soft_cross_entropy(draft_logits, target_logits).sum()
 
@@ -166,16 +146,3 @@ class FeatureRegression(lightning.LightningModule):
         uniform = 2 * torch.rand(hidden.shape, generator=generator, device=hidden.device) - 1
         width = self.noise * 512 / features.lengths.to(hidden.device)[:, None, None]
         return replace(features, hidden=hidden + (uniform * width).to(hidden.dtype))
-
-
-def training_features(target: Target, drafter: Drafter, batch: Batch) -> TargetFeatures:
-    """What the drafter reads of a batch: cached states, or the target's forward pass.
-
-    The token after the last row is unknown, and 0 here; no supervised estimate reads it.
-    """
-    hidden = batch.hidden
-    if hidden is None and drafter.capture_layers:
-        with torch.no_grad(), torch.autocast(batch.token_ids.device.type, enabled=False):
-            hidden = target(batch.token_ids, capture_layers=drafter.capture_layers).hidden
-    following = nn.functional.pad(batch.token_ids[:, 1:], (0, 1))
-    return TargetFeatures(batch.token_ids, following, hidden, batch.lengths)

@@ -135,9 +135,9 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
     if hasattr(module, "learn"):
         module.learn(data.batches)
         return
-    if settings["hidden_states"] == "cached" and drafter.capture_layers:
+    if settings["hidden_states"] == "cached" and module.capture_layers:
         root = Path(options["data"]["folder"])
-        data.batches.cache = FeatureCache.build(target, data.batches.token_ids, drafter.capture_layers, root)
+        data.batches.cache = FeatureCache.build(target, data.batches.token_ids, module.capture_layers, root)
     checkpoints = run / "checkpoints"
     prompts = [context_ids(target, p) for p in data.validation[: settings["validation_prompts"]]]
     measured = BlockEfficiency(

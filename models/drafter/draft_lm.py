@@ -126,9 +126,13 @@ class DraftLM(nn.Module):
         generation.assistant_confidence_threshold = 0.0
         return {"assistant_model": self.lm.model}
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """Draft logits (..., Vd) of the draft model's states (..., D)."""
         return self.head(hidden)
+
+    def logit_parameters(self, step: int = 0) -> list[nn.Parameter]:
+        """The head's own, as far as they are trained."""
+        return [p for p in self.head.linear.parameters() if p.requires_grad]
 
     def unroll(self, features: TargetFeatures, num_steps: int) -> Iterator[Tensor]:
         """Yield the draft model's own states (B, S, D) at x_{t+1+s} in row t of step s = 0, 1, ...

@@ -90,9 +90,13 @@ class EagleDrafter(nn.Module):
         fused = torch.cat([self._embedding[0](token_ids), hidden], dim=-1)
         return self.fc(fused.to(self.fc.weight.dtype))
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """Draft logits (..., Vd) of estimated states (..., D), by the target's head."""
         return self.head(hidden.to(self.head.weight.dtype))
+
+    def logit_parameters(self, step: int = 0) -> list[nn.Parameter]:
+        """None: the head is the target's, and frozen."""
+        return []
 
     def unroll(self, features: TargetFeatures, num_steps: int) -> Iterator[Tensor]:
         """Yield the estimates (B, S, D) of step 0, 1, ..: row t of step s estimates f_{t+1+s}.

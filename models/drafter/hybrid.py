@@ -131,7 +131,7 @@ class HybridDrafter(nn.Module):
         """Learn n-grams from token ids, in place of all that were counted before."""
         self.counted.count(texts)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """Draft logits (..., Vd) of the mixture (..., Vd), which is what this drafter has for a hidden state."""
         return hidden.log()
 

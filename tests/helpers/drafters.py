@@ -113,8 +113,8 @@ def recorded_logits(drafter: Any) -> Iterator[list[Tensor]]:
         return
     original = drafter.logits
 
-    def record(hidden: Tensor) -> Tensor:
-        found.append(original(hidden))
+    def record(hidden: Tensor, step: int = 0) -> Tensor:
+        found.append(original(hidden, step))
         return found[-1]
 
     with mock.patch.object(drafter, "logits", record):
@@ -208,13 +208,14 @@ def check_draft(drafter: Any, proposal: Proposal) -> None:
 def check_unroll(drafter: Any, proposal: Proposal) -> None:
     """Training's `unroll` over the context and the drafted tokens gives the logits that `propose` drafted from."""
     features, last = proposal.history.features(proposal.draft.token_ids)
-    rows, num_steps = torch.arange(len(last)), proposal.logits.shape[1]
+    lengths, num_steps = proposal.draft.lengths, proposal.logits.shape[1]
     steps = list(drafter.unroll(features, num_steps))
     assert len(steps) == num_steps
     for step, hidden in enumerate(steps):
+        rows = torch.arange(len(last)) if lengths is None else (lengths > step).nonzero()[:, 0]
         torch.testing.assert_close(
-            drafter.logits(hidden[rows, last]),
-            proposal.logits[:, step],
+            drafter.logits(hidden[rows, last[rows]], step),
+            proposal.logits[rows, step],
             **EXACT,
             msg=lambda m, s=step: f"step {s}: {m}",
         )

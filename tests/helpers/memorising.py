@@ -71,14 +71,15 @@ def memorise(
     drafter: Any, target: Target, text: Text, options: dict[str, Any], folder: Path, max_steps: int = 400
 ) -> Trained:
     """Train `drafter` by `options` (those of a run) with cached states, for as long as it takes."""
-    layers, training = drafter.capture_layers, options["drafter"]["training"]
-    text.batches.cache = FeatureCache.build(target, text.batches.token_ids, layers, folder) if layers else None
+    training = options["drafter"]["training"]
     known = {key: value for key, value in SETTINGS.items() if key in training}
     module = hydra.utils.instantiate(training | known, drafter, target, max_steps=max_steps, seed=0)
     settings = DecodeSettings(max_new_tokens=NEW_TOKENS, num_speculative_tokens=4)
     if hasattr(module, "learn"):
         module.learn(text.batches)
         return Trained(drafter.eval(), generate(target, text.prompts, settings, drafter).stats.acceptance_rate, 0)
+    layers = module.capture_layers
+    text.batches.cache = FeatureCache.build(target, text.batches.token_ids, layers, folder) if layers else None
     watch = MeasureAndStop(lambda: generate(target, text.prompts, settings, drafter).stats.acceptance_rate)
     trainer = lightning.Trainer(
         **options["trainer"],

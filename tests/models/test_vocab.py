@@ -92,3 +92,11 @@ def test_offsets_that_are_no_map_into_the_vocabulary_are_refused() -> None:
 def test_an_empty_choice_is_refused(size: int) -> None:
     with pytest.raises(UserError, match=f"draft_vocab_size is {size}: it must be at least 1"):
         DraftVocab.most_frequent(torch.tensor([1, 2, 3]), size)
+
+
+def test_target_ids_to_draft_ids_and_back() -> None:
+    vocab = DraftVocab(8, torch.tensor([1, 4, 6]))
+    ids = torch.tensor([[4, 0, 6], [1, 7, 4]])
+    assert vocab.to_draft(ids).tolist() == [[1, -1, 2], [0, -1, 1]]
+    assert vocab.to_target(vocab.to_draft(torch.tensor([6, 1]))).tolist() == [6, 1]
+    assert DraftVocab(8).to_draft(ids) is ids

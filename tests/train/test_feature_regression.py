@@ -19,7 +19,7 @@ from models.target import Target
 from models.types import TargetFeatures
 from models.vocab import DraftVocab
 from tests.helpers.drafters import build_shaken, tiny_target
-from train.feature_regression import FeatureRegression, training_features
+from train.feature_regression import FeatureRegression
 
 PUBLISHED: dict[str, Any] = {
     "max_steps": 100, "lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0, "warmup_fraction": 0.05,
@@ -44,7 +44,7 @@ class Scripted(nn.Module):
         self.scale = nn.Parameter(torch.ones((), dtype=target.dtype))
         self._head, self.shift = (target.head.rows(self.vocab.token_ids),), shift
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         return self._head[0](hidden)
 
     def unroll(self, features: TargetFeatures, num_steps: int) -> Iterator[Tensor]:
@@ -75,6 +75,10 @@ def batch(target: Target) -> Batch:
 
 def module_of(drafter: nn.Module, target: Target, **changes: Any) -> FeatureRegression:
     return FeatureRegression(drafter, target, **(PUBLISHED | changes))
+
+
+def features_of(target: Target, drafter: nn.Module, batch: Batch) -> TargetFeatures:
+    return module_of(drafter, target).features(batch)[0]
 
 
 def losses_by_loop(
@@ -121,7 +125,7 @@ def losses_by_loop(
 def test_losses_and_gradients_are_those_of_loops(changes: Any, reduced: bool, target: Target, batch: Batch) -> None:
     drafter = build_shaken(EAGLE, target, DraftVocab(20, KEPT if reduced else None))
     module = module_of(drafter, target, **changes)
-    features = training_features(target, drafter, batch)
+    features = features_of(target, drafter, batch)
     found = module.losses(features, batch.loss_mask)
     expected = losses_by_loop(module, target, features, batch.loss_mask)
     assert found.keys() == expected.keys()
@@ -142,7 +146,7 @@ def test_true_next_states_have_no_regression_loss_and_full_agreement(
 ) -> None:
     drafter = Scripted(target, reduced=reduced)
     module = module_of(drafter, target, num_steps=3)
-    found = module.losses(training_features(target, drafter, batch), batch.loss_mask)
+    found = module.losses(features_of(target, drafter, batch), batch.loss_mask)
     for name in ("", "_1", "_2"):
         assert found[f"regression{name}"] == 0
         assert found[f"top1_agreement{name}"] == 1
@@ -153,7 +157,7 @@ def test_true_next_states_have_no_regression_loss_and_full_agreement(
 def test_states_shifted_by_one_are_noticed(shift: int, target: Target, batch: Batch) -> None:
     drafter = Scripted(target, shift)
     module = module_of(drafter, target)
-    features = training_features(target, drafter, batch)
+    features = features_of(target, drafter, batch)
     found = module.losses(features, batch.loss_mask)
     assert not found["regression"] < 0.1  # it is NaN where the shift runs beyond the text
     assert found["top1_agreement"] < 0.7
@@ -166,7 +170,7 @@ def test_only_supervised_positions_count(target: Target, batch: Batch) -> None:
     """The states that are regressed and the laws that are matched, elsewhere, may be anything."""
     drafter = Scripted(target)
     module = module_of(drafter, target, num_steps=2)
-    features = training_features(target, drafter, batch)
+    features = features_of(target, drafter, batch)
     assert features.hidden is not None
     needed = torch.zeros_like(batch.loss_mask)
     needed[:, :-1] = batch.loss_mask[:, 1:]  # the state before each token that the target said
@@ -186,7 +190,7 @@ def test_only_supervised_positions_count(target: Target, batch: Batch) -> None:
 def test_a_batch_with_nothing_to_learn_gives_zero(target: Target, batch: Batch) -> None:
     drafter = build_shaken(EAGLE, target, DraftVocab(20))
     module = module_of(drafter, target, num_steps=2)
-    found = module.losses(training_features(target, drafter, batch), torch.zeros_like(batch.loss_mask))
+    found = module.losses(features_of(target, drafter, batch), torch.zeros_like(batch.loss_mask))
     assert found["loss"] == 0 and found["top1_agreement"] == 0
     found["loss"].backward()
     assert all(p.grad is not None and (p.grad == 0).all() for p in drafter.parameters())
@@ -196,14 +200,14 @@ def test_a_batch_with_nothing_to_learn_gives_zero(target: Target, batch: Batch) 
 def test_texts_too_short_for_a_step_are_no_error(length: int, target: Target, batch: Batch) -> None:
     drafter = build_shaken(EAGLE, target, DraftVocab(20))
     short = Batch(batch.token_ids[:, :length], torch.ones(4, length, dtype=torch.bool), torch.full((4,), length), None)
-    found = module_of(drafter, target, num_steps=3).losses(training_features(target, drafter, short), short.loss_mask)
+    found = module_of(drafter, target, num_steps=3).losses(features_of(target, drafter, short), short.loss_mask)
     assert (found["classification"] > 0) == (length > 2)
     assert found["classification_1"] == 0 and found["classification_2"] == 0
 
 
 def test_training_reads_the_states_of_the_head_and_the_tokens_that_follow(target: Target, batch: Batch) -> None:
     drafter = Scripted(target)
-    features = training_features(target, drafter, batch)
+    features = features_of(target, drafter, batch)
     assert features.hidden is not None
     logits = target.model(input_ids=batch.token_ids).logits
     torch.testing.assert_close(target.head(features.hidden), logits, **EXACT)
@@ -212,13 +216,13 @@ def test_training_reads_the_states_of_the_head_and_the_tokens_that_follow(target
     assert torch.equal(features.next_token_ids[:, :-1], batch.token_ids[:, 1:])
     assert (features.next_token_ids[:, -1] == 0).all()
     cached = batch._replace(hidden=torch.full((4, 12, 16), 7.0))
-    assert training_features(target, drafter, cached).hidden is cached.hidden
+    assert features_of(target, drafter, cached).hidden is cached.hidden
 
 
 def test_a_training_step_is_the_loss_with_the_noise_of_its_step(target: Target, batch: Batch) -> None:
     drafter = build_shaken(EAGLE, target, DraftVocab(20))
     module = module_of(drafter, target, noise=0.1, seed=3)
-    features = training_features(target, drafter, batch)
+    features = features_of(target, drafter, batch)
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign,assignment]
     module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign,assignment]
     expected = module.losses(features, batch.loss_mask, noise_seed=3_000_009)["loss"]
@@ -248,7 +252,7 @@ def test_noise_is_uniform_of_the_published_width(noise: float, length: int, targ
 
 def test_noise_is_that_of_its_seed_and_none_without(target: Target, batch: Batch) -> None:
     module = module_of(Scripted(target), target, noise=0.1)
-    features = training_features(target, module.drafter, batch)
+    features = features_of(target, module.drafter, batch)
     torch.manual_seed(1)
     first = noise_of(module, features, 8)
     torch.manual_seed(2)
@@ -263,7 +267,7 @@ def test_noise_is_on_what_is_read_and_not_on_what_is_regressed(target: Target, b
     """The scripted drafter repeats what it reads: its loss is then the noise's own mean square."""
     drafter = Scripted(target)
     module = module_of(drafter, target, noise=0.1)
-    features = training_features(target, drafter, batch)
+    features = features_of(target, drafter, batch)
     added = noise_of(module, features, 8)[:, 1:-1][batch.loss_mask[:, 2:]]
     found = module.losses(features, batch.loss_mask, noise_seed=8)
     torch.testing.assert_close(found["regression"], added.square().mean(), **EXACT)
@@ -343,8 +347,8 @@ def test_bfloat16_states_are_counted_in_float32(target: Target) -> None:
     module = module_of(drafter, target, chunk_rows=1)
     rows = torch.randn(600, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     head = target.head.weight.bfloat16()
-    module._target_head = lambda hidden: nn.functional.linear(hidden, head)
-    drafter._head = (module._target_head,)
+    module._head = lambda hidden: nn.functional.linear(hidden, head)
+    drafter._head = (module._head,)
     loss, agreement = module._classification(rows, rows)
     assert agreement == 600
     logits = nn.functional.linear(rows, head).double()
@@ -376,7 +380,7 @@ def test_training_starts_at_the_best_linear_map(target: Target, batch: Batch) ->
     ridge = 1e-3 * x.square().sum() / x.shape[1]
     weight = torch.linalg.solve(x.t() @ x + ridge * torch.eye(x.shape[1]), x.t() @ y).t()
     torch.testing.assert_close(drafter.fc.weight.detach(), weight, atol=1e-8, rtol=1e-6)
-    features = training_features(target, drafter, batch)
+    features = features_of(target, drafter, batch)
     (estimate,) = drafter.unroll(features, 1)
     fused = torch.cat([target.embedding(features.next_token_ids), hidden], dim=-1)
     torch.testing.assert_close(estimate, fused @ drafter.fc.weight.t(), **EXACT)

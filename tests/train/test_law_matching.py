@@ -1,0 +1,160 @@
+"""What law matching supervises: alignment, masks and weights, against loops over positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from data.loader import Batch
+from models.errors import UserError
+from models.target import Target
+from models.types import TargetFeatures
+from models.vocab import DraftVocab
+from tests.helpers.drafters import build_shaken, tiny_target
+from train.divergences import Divergence
+from train.law_matching import LawMatching
+
+SETTINGS: dict[str, Any] = {
+    "max_steps": 100, "lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0, "warmup_fraction": 0.05,
+    "losses": {"kl": 1.0, "cross_entropy": 0.3}, "temperature": 1.0, "lk_eta": 3.0, "num_steps": 2,
+    "position_decay": 0.8, "chunk_rows": 4, "seed": 0,
+}  # fmt: skip
+DRAFT_LM = {"_target_": "models.drafter.draft_lm.DraftLM", "num_layers": 1}
+EXACT = {"atol": 1e-11, "rtol": 1e-11}
+KEPT = torch.tensor([0, 2, 3, 4, 7, 9, 10, 13, 14, 18])
+
+
+class Scripted(nn.Module):
+    """A drafter that reads layer 1, and whose laws are the target's own, `shift` tokens further on than they should be.
+
+    What the text does not hold is NaN: whoever supervises such a row gets a NaN for a loss.
+    """
+
+    def __init__(self, target: Target, shift: int = 0) -> None:
+        super().__init__()
+        self.vocab, self.capture_layers = DraftVocab(target.vocab_size), (1,)
+        self.scale = nn.Parameter(torch.ones((), dtype=target.dtype))
+        self._target, self.shift = (target,), shift
+
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        return self._target[0].head(hidden)
+
+    def logit_parameters(self, step: int = 0) -> list[nn.Parameter]:
+        return []
+
+    def unroll(self, features: TargetFeatures, num_steps: int) -> Iterator[Tensor]:
+        assert features.hidden is not None
+        target = self._target[0]
+        out = target(features.token_ids, capture_layers=(1, target.num_layers)).hidden
+        assert out is not None
+        read, states = out.chunk(2, dim=-1)
+        assert torch.equal(features.hidden, read)
+        for step in range(num_steps):
+            rest = states[:, step + 1 + self.shift :]
+            missing = rest.new_full((len(rest), states.shape[1] - rest.shape[1], rest.shape[2]), float("nan"))
+            yield torch.cat([rest, missing], dim=1) * self.scale
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target(
+        torch.float64, vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=2, sharpness=2.0
+    )
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    """Two turns in a row, padding, a prompt of one token, and a row with nothing to learn."""
+    token_ids = torch.randint(20, (4, 12), generator=torch.Generator().manual_seed(0))
+    mask = [[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1], [0] * 9, [0, 0, 0, 0, 1]]
+    loss_mask = torch.tensor([row + [0] * (12 - len(row)) for row in mask], dtype=torch.bool)
+    return Batch(token_ids, loss_mask, torch.tensor([len(row) for row in mask]), None)
+
+
+def losses_by_loop(module: LawMatching, target: Target, batch: Batch) -> dict[str, Tensor]:
+    """Token by token: what step s says of x_{t+2+s} in row t, against the target's own logits before that token."""
+    logits = target.model(input_ids=batch.token_ids).logits
+    drafter, divergence = module.drafter, Divergence(SETTINGS["losses"])
+    kept = torch.arange(20) if drafter.vocab.token_ids is None else drafter.vocab.token_ids
+    parts: dict[str, Tensor] = {"loss": torch.zeros((), dtype=logits.dtype)}
+    for step, hidden in enumerate(drafter.unroll(module.features(batch)[0], module.num_steps)):
+        total, alpha, agree, count = 0.0, 0.0, 0, 0
+        for row in range(len(logits)):
+            for t in range(logits.shape[1]):
+                about = t + 2 + step
+                if about >= logits.shape[1] or not batch.loss_mask[row, about]:
+                    continue
+                count += 1
+                ours, theirs = drafter.logits(hidden[row, t]), logits[row, about - 1][kept]
+                said = int(batch.token_ids[row, about])
+                label = kept.tolist().index(said) if said in kept else -1
+                total = total + divergence(ours[None], theirs[None], torch.tensor([label]))[0]
+                alpha = alpha + torch.minimum(ours.softmax(-1), theirs.softmax(-1)).sum()
+                agree += int(ours.argmax()) == int(theirs.argmax())
+        name = f"_{step}" if step else ""
+        parts |= {f"divergence{name}": total / count, f"acceptance{name}": alpha / count}
+        parts[f"top1_agreement{name}"] = torch.tensor(agree / count)
+        parts["loss"] = parts["loss"] + 0.8**step * total / count
+    return parts
+
+
+@pytest.mark.parametrize("hidden_states", ["online", "cached"])
+@pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
+def test_losses_and_gradients_are_those_of_loops(
+    reduced: bool, hidden_states: str, target: Target, batch: Batch
+) -> None:
+    drafter = build_shaken(DRAFT_LM, target, DraftVocab(20, KEPT if reduced else None))
+    module = LawMatching(drafter, target, **SETTINGS)
+    expected = losses_by_loop(module, target, batch)
+    if hidden_states == "cached":
+        batch = batch._replace(hidden=target(batch.token_ids, capture_layers=module.capture_layers).hidden)
+    found = module.training_losses(batch, 0)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].double(), value.detach().double(), atol=1e-6, rtol=1e-6, msg=name)
+    torch.testing.assert_close(found["loss"], expected["loss"], **EXACT)
+    parameters = dict(drafter.named_parameters())
+    theirs = torch.autograd.grad(expected["loss"], list(parameters.values()))
+    ours = torch.autograd.grad(found["loss"], list(parameters.values()))
+    for name, a, b in zip(parameters, ours, theirs, strict=True):
+        assert b.abs().max() > 1e-6, name
+        torch.testing.assert_close(a, b, **EXACT, msg=name)
+
+
+def test_the_targets_own_laws_are_matched_wholly(target: Target, batch: Batch) -> None:
+    """Also shows that a drafter that reads another layer gets that layer alone, and the laws come from the last."""
+    module = LawMatching(Scripted(target), target, **SETTINGS | {"losses": {"kl": 1.0}, "num_steps": 3})
+    assert module.capture_layers == (1, target.num_layers)
+    found = module.training_losses(batch, 0)
+    assert found["loss"].item() == pytest.approx(0, abs=1e-12)
+    for name in ("", "_1", "_2"):
+        assert found[f"acceptance{name}"].item() == pytest.approx(1, abs=1e-6)
+        assert found[f"top1_agreement{name}"] == 1
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_laws_shifted_by_one_are_noticed(shift: int, target: Target, batch: Batch) -> None:
+    found = LawMatching(Scripted(target, shift), target, **SETTINGS).training_losses(batch, 0)
+    assert found["top1_agreement"] < 0.7
+    assert not found["divergence"] < 0.1  # it is NaN where the shift runs beyond the text
+
+
+def test_a_batch_with_nothing_to_learn_gives_zero(target: Target, batch: Batch) -> None:
+    drafter = build_shaken(DRAFT_LM, target, DraftVocab(20))
+    nothing = batch._replace(loss_mask=torch.zeros_like(batch.loss_mask))
+    found = LawMatching(drafter, target, **SETTINGS).training_losses(nothing, 0)
+    assert found["loss"] == 0 and found["acceptance"] == 0
+    found["loss"].backward()
+    assert all(p.grad is not None and (p.grad == 0).all() for p in drafter.parameters())
+
+
+def test_misspelt_settings_are_refused(target: Target) -> None:
+    drafter = build_shaken(DRAFT_LM, target, DraftVocab(20))
+    with pytest.raises(TypeError, match="weight_decya"):
+        LawMatching(drafter, target, **SETTINGS, weight_decya=0.1)
+    with pytest.raises(UserError, match="num_steps is 0"):
+        LawMatching(drafter, target, **SETTINGS | {"num_steps": 0})

@@ -1,0 +1,99 @@
+"""How far a draft law q is from the target's p, row by row; any weighted sum of them is a loss.
+
+The names are those of `drafter.training.losses`:
+  cross_entropy        −log q(y) of the token y that the target said; 0 where q cannot propose it
+  soft_cross_entropy   −Σ p log q: forward KL up to a constant
+  kl, reverse_kl       Σ p log(p/q), Σ q log(q/p)
+  jsd                  ½ KL(p‖m) + ½ KL(q‖m) with m = (p + q)/2 (2310.08461)
+  tvd                  ½ Σ |p − q| = 1 − α, where α = Σ min(p, q) is the chance of acceptance
+  lk                   −log α (2602.23881)
+  lk_hybrid            λ·kl + (1 − λ)·tvd with λ = e^(−η·α), which hands over from the one to the other as α grows
+The second to the fifth are about laws at `temperature` T, times T², so that their gradients stay of one size
+(1503.02531). Acceptance is at T = 1, and so are the others.
+
+M rows, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from models.errors import UserError
+
+
+class Divergence:
+    """Σ of the named divergences, each with its weight. Raises UserError for an unknown name, or none at all."""
+
+    def __init__(self, weights: Mapping[str, float], temperature: float = 1.0, lk_eta: float = 3.0) -> None:
+        self._weights = {name: float(weight) for name, weight in weights.items() if weight}
+        known = ("cross_entropy", *_TEMPERED, "tvd", "lk", "lk_hybrid")
+        for name in weights:
+            if name not in known:
+                raise UserError(f"drafter.training.losses has {name!r}: choose from {', '.join(known)}.")
+        if not self._weights:
+            raise UserError("drafter.training.losses is empty: give at least one loss a weight.")
+        if not temperature > 0:
+            raise UserError(f"drafter.training.temperature is {temperature}: it must be above 0.")
+        self._temperature, self._lk_eta = temperature, lk_eta
+
+    def __call__(self, draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
+        """(M, Vd), (M, Vd) and the draft ids (M,) of what the target said, −1 where it has none → (M,).
+
+        Both laws are over the draft vocabulary, the target's renormalised. Laws and losses are in float32 at least.
+        """
+        dtype = torch.promote_types(draft_logits.dtype, torch.float32)
+        draft, target = draft_logits.to(dtype), target_logits.to(dtype)
+        log_q, log_p = draft.log_softmax(-1), target.log_softmax(-1)
+        t = self._temperature
+        warm_q, warm_p = (log_q, log_p) if t == 1 else ((draft / t).log_softmax(-1), (target / t).log_softmax(-1))
+        total = log_q.new_zeros(len(log_q))
+        for name, weight in self._weights.items():
+            if name == "cross_entropy":
+                found = torch.where(labels >= 0, -log_q.gather(-1, labels.clamp(min=0)[:, None])[:, 0], 0.0)
+            elif name in _TEMPERED:
+                found = t * t * _TEMPERED[name](warm_q, warm_p)
+            elif name == "lk_hybrid":
+                share = torch.exp(-self._lk_eta * acceptance(log_q, log_p).detach())
+                found = share * _kl(log_q, log_p) + (1 - share) * _tvd(log_q, log_p)
+            else:
+                found = _tvd(log_q, log_p) if name == "tvd" else _lk(log_q, log_p)
+            total = total + weight * found
+        return total
+
+
+def acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """α = Σ_x min(p, q) of two laws given by their logarithms: (M, Vd), (M, Vd) → (M,)."""
+    return torch.minimum(log_q, log_p).exp().sum(-1)
+
+
+def _soft_cross_entropy(log_q: Tensor, log_p: Tensor) -> Tensor:
+    return -(log_p.exp() * log_q).sum(-1)
+
+
+def _kl(log_q: Tensor, log_p: Tensor) -> Tensor:
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def _jsd(log_q: Tensor, log_p: Tensor) -> Tensor:
+    log_m = torch.logaddexp(log_q, log_p) - math.log(2)
+    return 0.5 * (_kl(log_m, log_p) + _kl(log_m, log_q))
+
+
+def _tvd(log_q: Tensor, log_p: Tensor) -> Tensor:
+    return 0.5 * (log_q.exp() - log_p.exp()).abs().sum(-1)
+
+
+def _lk(log_q: Tensor, log_p: Tensor) -> Tensor:
+    return -torch.minimum(log_q, log_p).logsumexp(-1)
+
+
+_TEMPERED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "soft_cross_entropy": _soft_cross_entropy,
+    "kl": _kl,
+    "reverse_kl": lambda log_q, log_p: _kl(log_p, log_q),
+    "jsd": _jsd,
+}

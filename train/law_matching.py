@@ -1,0 +1,79 @@
+"""Training of drafters by the laws alone: bring what the drafter says of a token near what the target says of it.
+
+B batch, S rows, M supervised rows, D hidden size, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.loader import Batch
+from models.target import Target
+from train.divergences import Divergence, acceptance
+from train.losses import chunked_loss
+from train.regime import Regime, check_counts
+
+
+class LawMatching(Regime):
+    """Σ_s position_decay^s · D(p, q_s) over the steps of `unroll`, each a mean over supervised positions.
+
+    Row t of step s tells a law of x_{t+2+s}. It is compared with the target's over the draft vocabulary, renormalised,
+    where that token is one the target said. `losses` names the divergences and their weights (`train.divergences`).
+    """
+
+    def __init__(
+        self,
+        drafter: Any,
+        target: Target,
+        *,
+        losses: dict[str, float],
+        temperature: float,
+        lk_eta: float,
+        num_steps: int,
+        position_decay: float,
+        chunk_rows: int,
+        **optimization: Any,
+    ) -> None:
+        super().__init__(drafter, target, **optimization)
+        check_counts(num_steps=num_steps, chunk_rows=chunk_rows)
+        self.divergence = Divergence(losses, temperature, lk_eta)
+        self.num_steps, self.position_decay, self.chunk_rows = num_steps, position_decay, chunk_rows
+
+    def training_losses(self, batch: Batch, step: int) -> dict[str, Tensor]:
+        """The loss, and for every step s its part, the chance of acceptance and how often the first choices agree."""
+        features, states = self.features(batch)
+        assert states is not None
+        total = states.new_zeros((), dtype=torch.promote_types(states.dtype, torch.float32))
+        parts: dict[str, Tensor] = {}
+        for ahead, hidden in enumerate(self.drafter.unroll(features, self.num_steps)):
+            supervised = batch.loss_mask[:, ahead + 2 :]  # (B, S − ahead − 2)
+            rows = hidden[:, : supervised.shape[1]][supervised]  # (M, D)
+            true = states[:, ahead + 1 : ahead + 1 + supervised.shape[1]][supervised]
+            said = batch.token_ids[:, ahead + 2 :][supervised]
+            loss, counted = self._matched(rows, true, said, ahead)
+            count = max(1, len(rows))
+            total = total + self.position_decay**ahead * loss / count
+            name = "" if ahead == 0 else f"_{ahead}"
+            parts[f"divergence{name}"] = loss.detach() / count
+            parts[f"acceptance{name}"], parts[f"top1_agreement{name}"] = counted / count
+        return {"loss": total, **parts}
+
+    def _matched(self, rows: Tensor, true: Tensor, said: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
+        """Sum of the rows' divergences, and sums (2,) of their chance of acceptance and agreement of first choices."""
+        counted = torch.zeros(2, device=rows.device)  # in float32: bfloat16 cannot count beyond 256
+        labels = self.drafter.vocab.to_draft(said)
+
+        def row_loss(hidden: Tensor, which: slice) -> Tensor:
+            draft_logits = self.drafter.logits(hidden, ahead)
+            with torch.no_grad():
+                target_logits = self._head(true[which])
+                log_q, log_p = draft_logits.float().log_softmax(-1), target_logits.float().log_softmax(-1)
+                counted[0] += acceptance(log_q, log_p).sum()
+                counted[1] += (draft_logits.argmax(-1) == target_logits.argmax(-1)).sum()
+            return self.divergence(draft_logits, target_logits, labels[which]).sum()
+
+        parameters = self.drafter.logit_parameters(ahead)
+        return chunked_loss(row_loss, rows, parameters, chunk_rows=self.chunk_rows), counted
