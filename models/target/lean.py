@@ -31,6 +31,7 @@ class LeanDecoder:
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
         self._layers = [_LeanLayer(layer) for layer in decoder.layers]
+        self._norm = _RmsNorm(decoder.norm)
 
     @classmethod
     def of(cls, decoder: Any) -> LeanDecoder | None:
@@ -68,7 +69,7 @@ class LeanDecoder:
             if index in wanted:
                 captured[index] = x
             x = layer(x, cos, signed_sin, mask, cache, index)
-        return _rms_norm(x, self._decoder.norm), captured
+        return self._norm(x), captured
 
     def _grouped(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """The mask (B, 1, Q, W) as one to be added, with a row for each of the G heads that share a key."""
@@ -91,8 +92,8 @@ class _LeanLayer:
         self.num_key_heads = attention.k_proj.out_features // self.head_dim
         self.group = self.num_heads // self.num_key_heads
         self.scaling: float = attention.scaling
-        self.head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.head_norms = [_RmsNorm(getattr(attention, n)) for n in ("q_norm", "k_norm") if hasattr(attention, n)]
+        self.input_norm, self.mlp_norm = _RmsNorm(layer.input_layernorm), _RmsNorm(layer.post_attention_layernorm)
         self.activation = mlp.act_fn
         self.qkv = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
         self.out = _fuse([attention.o_proj])
@@ -102,8 +103,8 @@ class _LeanLayer:
     def __call__(
         self, x: Tensor, cos: Tensor, signed_sin: Tensor, mask: Tensor | None, cache: KVCache | None, index: int
     ) -> Tensor:
-        x = x + self.out(self._attend(self.qkv(_rms_norm(x, self.input_norm)), cos, signed_sin, mask, cache, index))
-        gate, up = self.gate_up(_rms_norm(x, self.mlp_norm)).chunk(2, dim=-1)
+        x = x + self.out(self._attend(self.qkv(self.input_norm(x)), cos, signed_sin, mask, cache, index))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(self.activation(gate) * up)
 
     def _attend(
@@ -113,9 +114,9 @@ class _LeanLayer:
         heads, key_heads, size = self.num_heads, self.num_key_heads, self.head_dim
         qkv = qkv.view(batch_size, num_rows, heads + 2 * key_heads, size)
         turned = qkv[:, :, : heads + key_heads]
-        if self.head_norms[0] is not None:
+        if self.head_norms:
             parts = turned.split([heads, key_heads], dim=2)
-            turned = torch.cat([_rms_norm(p, n) for p, n in zip(parts, self.head_norms, strict=True)], dim=2)
+            turned = torch.cat([norm(part) for part, norm in zip(parts, self.head_norms, strict=True)], dim=2)
         halves = turned.unflatten(-1, (2, size // 2)).flip(-2).flatten(-2)
         turned = torch.addcmul(turned * cos, halves, signed_sin)
         query = turned[:, :, :heads].transpose(1, 2)  # (B, H, Q, E)
@@ -134,8 +135,20 @@ class _LeanLayer:
 _attention = nn.functional.scaled_dot_product_attention
 
 
-def _rms_norm(x: Tensor, norm: Any) -> Tensor:
-    return nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+class _RmsNorm:
+    """x / sqrt(mean(x²) + ε) · weight over the last dimension, in the fewest calls."""
+
+    def __init__(self, norm: Any) -> None:
+        self.weight = norm.weight.data
+        self._share = 1 / self.weight.numel()
+        self._dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        self._epsilon = torch.tensor(norm.variance_epsilon, device=self.weight.device, dtype=self._dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.to(self._dtype)
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._epsilon, length, length, value=self._share).rsqrt_()
+        return (wide * scale * self.weight).to(x.dtype)
 
 
 def _fuse(parts: list[nn.Linear]) -> nn.Linear:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from models import linear
-from models.linear import ROUTES, Product, accelerate, pack
+from models.linear import ROUTES, Product, Route, accelerate
 from models.target.head import Head, linears_of
 
 SHAPES = [(1,), (2,), (3,), (5,), (2, 4), (1, 16), (33,), (2, 40)]
@@ -27,10 +27,11 @@ def test_every_route_is_the_product(
     expected = layer.double()(x.double()).float()
     layer.float()
     product = Product(layer.weight, layer.bias)
-    torch.testing.assert_close(product(x), expected, rtol=1e-5, atol=1e-5)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(product(x), expected, **close)
     if len(shape) > 1:
         crossed = x.transpose(0, 1)  # not contiguous
-        torch.testing.assert_close(product(crossed), expected.transpose(0, 1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(product(crossed), expected.transpose(0, 1), **close)
 
 
 def test_no_rows_give_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,11 +91,11 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, float]:
     now = [0.0]
     cost = {"plain": 3.0, "transposed": 2.0, "packed": 5.0}
 
-    def route(name: str) -> linear.Route:
+    def route(name: str) -> Route:
         def run(*_: Any) -> Any:
             now[0] += cost[name]
 
-        return run
+        return Route(lambda weight: weight, run)
 
     monkeypatch.setattr(linear, "ROUTES", {name: route(name) for name in cost})
     monkeypatch.setattr(linear.time, "perf_counter", lambda: now[0])
@@ -131,7 +132,9 @@ def test_a_cache_that_cannot_be_written_is_done_without(clock: dict[str, float],
     assert measured_afresh(8) == ("transposed",) * len(linear._BUCKETS)
 
 
-def test_packing_keeps_the_values() -> None:
-    weight = torch.randn(24, 16)
-    x = torch.eye(16)
-    torch.testing.assert_close(ROUTES["packed"](x, weight, pack(weight), None), weight.t(), rtol=0, atol=1e-6)
+@pytest.mark.parametrize("route", [name for name in ROUTES if name != "plain"])
+def test_preparing_a_weight_keeps_its_values(route: str) -> None:
+    weight = torch.randn(24, 48)
+    prepared = ROUTES[route].prepare(weight)
+    product = ROUTES[route].run(torch.eye(48), prepared, None)
+    torch.testing.assert_close(product, weight.t(), rtol=0, atol=1e-6)

@@ -263,6 +263,6 @@ def test_acceleration_changes_no_result_of_any_architecture(architecture: str) -
 
 def test_a_lean_decoder_that_computes_something_else_is_dropped() -> None:
     target = random_target("llama", dtype=torch.float32)
-    with mock.patch("models.target.lean._rms_norm", lambda x, norm: x * norm.weight):
+    with mock.patch("models.target.lean._RmsNorm.__call__", lambda norm, x: x * norm.weight):
         target.accelerate()
     assert target._lean is None
