@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import os
+import resource
+import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from data.progress import Progress
 from engine.loop import generate
 from engine.settings import DecodeSettings
-from models.files import replacing, write_tensors
+from models.files import replacing, write_json, write_tensors
 from models.target import Target
 
 
@@ -79,6 +82,50 @@ class LastCheckpoint(lightning.Callback):
         if step != self._saved_at and (step % self.every == 0 or step == trainer.max_steps):
             self._saved_at = step
             trainer.save_checkpoint(self.path)
+
+
+class TrainingRecord(lightning.Callback):
+    """Writes what the training took to `path` when it ends: steps, their seconds and tokens, and the peak of memory.
+
+    Measurements in between and the loading of batches are not in the seconds. A resumed training goes on counting. It
+    must stand before callbacks that work at the end of a batch.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seconds, self._tokens, self._started = 0.0, 0, 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self._seconds, "tokens": self._tokens}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._seconds, self._tokens = state_dict["seconds"], state_dict["tokens"]
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, *args: Any
+    ) -> None:
+        self._seconds += time.perf_counter() - self._started
+        self._tokens += int(batch.lengths.sum())
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        found = {
+            "steps": trainer.global_step,
+            "seconds": self._seconds,
+            "tokens": self._tokens,
+            "tokens_per_s": self._tokens / self._seconds if self._seconds else None,
+            "peak_memory_bytes": _peak_memory_bytes(),
+        }
+        write_json(self.path, found)
+
+
+def _peak_memory_bytes() -> int:
+    """The most that this process has held so far: on the GPU where there is one, else resident in memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class TrainingProgress(lightning.Callback):

@@ -31,7 +31,14 @@ from models.errors import UserError
 from models.files import write_text
 from models.target import Target
 from models.vocab import DraftVocab
-from train.callbacks import AtomicCheckpoints, BlockEfficiency, LastCheckpoint, TrainingProgress, quiet_lightning
+from train.callbacks import (
+    AtomicCheckpoints,
+    BlockEfficiency,
+    LastCheckpoint,
+    TrainingProgress,
+    TrainingRecord,
+    quiet_lightning,
+)
 from train.model_card import model_card
 from train.settings import (
     Options,
@@ -145,7 +152,9 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
     )
     resume = checkpoints / "last.ckpt"
     last = LastCheckpoint(resume, settings["checkpoint_every"])
-    trainer = _trainer(options, target, run, [measured, TrainingProgress(measured), last])
+    trainer = _trainer(
+        options, target, run, [TrainingRecord(run / "training.json"), measured, TrainingProgress(measured), last]
+    )
     if not resume.exists():
         module.start(data.batches)
     per_step = options["trainer"]["accumulate_grad_batches"]

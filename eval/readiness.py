@@ -1,0 +1,81 @@
+"""Is a drafter ready? Its first law beside the target's on the target's own text, before any decoding.
+
+All at temperature 1 over supervised positions, with the draft's law and the target's both over the draft vocabulary.
+S tokens of a text, V target and Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.target import Target
+from models.types import TargetFeatures
+
+_FREQUENT = 100  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Means over the tokens of the target's answers."""
+
+    top1_agreement: float  # the first choices are one, where the target's is among the hundred most frequent tokens
+    top10_coverage: float  # the target's first choice is among the draft's ten likeliest
+    entropy_ratio: float  # entropy of the draft's law over that of the target's
+    kl: float  # KL(target ‖ draft), nats
+    positions: int
+
+
+@torch.inference_mode()
+def readiness(target: Target, drafter: Any, texts: list[tuple[list[int], int]]) -> Readiness | None:
+    """Compare first laws on `texts`, each token ids and the length of the prompt in front of the answer.
+
+    None for a drafter that says no laws in training (look-up), or texts too short to have a position.
+    """
+    if not hasattr(drafter, "unroll"):
+        return None
+    last = target.num_layers
+    layers = (*map(target.layer_index, drafter.capture_layers), last)
+    head = target.head.rows(drafter.vocab.token_ids)
+    said = Counter(token for ids, start in texts for token in ids[start:])
+    frequent = drafter.vocab.to_draft(torch.tensor([token for token, _ in said.most_common(_FREQUENT)]))
+    rows: list[Tensor] = []
+    for ids, start in texts:
+        token_ids = torch.tensor([ids], device=target.device)
+        hidden = target(token_ids, capture_layers=layers).hidden
+        assert hidden is not None
+        *read, states = hidden.chunk(len(layers), dim=-1)
+        following = nn.functional.pad(token_ids[:, 1:], (0, 1))
+        seen = torch.cat(read, dim=-1) if read else None
+        features = TargetFeatures(token_ids, following, seen, torch.tensor([len(ids)]))
+        about = slice(max(0, start - 2), len(ids) - 2)  # row t is about token t + 2
+        first = next(iter(drafter.unroll(features, 1)))[0, about]
+        log_q = drafter.logits(first, 0).float().log_softmax(-1)
+        log_p = head(states[0, 1:][about]).float().log_softmax(-1)
+        rows.append(_compared(log_p, log_q, frequent.to(log_p.device)))
+    total = torch.cat(rows).double()
+    if not len(total):
+        return None
+    agree, counted, covered, p_entropy, q_entropy, kl = total.sum(0).tolist()
+    return Readiness(
+        agree / counted if counted else float("nan"),
+        covered / len(total),
+        q_entropy / p_entropy,
+        kl / len(total),
+        len(total),
+    )
+
+
+def _compared(log_p: Tensor, log_q: Tensor, frequent: Tensor) -> Tensor:
+    """Columns per position: agreement on a frequent token, whether it is one, coverage, two entropies, KL."""
+    choice = log_p.argmax(-1)
+    is_frequent = torch.isin(choice, frequent)
+    agree = is_frequent & (choice == log_q.argmax(-1))
+    covered = (log_q.topk(min(10, log_q.shape[-1])).indices == choice[:, None]).any(-1)
+    p, q = log_p.exp(), log_q.exp()
+    columns = [agree, is_frequent, covered, -(p * log_p).sum(-1), -(q * log_q).sum(-1), (p * (log_p - log_q)).sum(-1)]
+    return torch.stack([column.float() for column in columns], dim=1)

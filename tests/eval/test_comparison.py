@@ -1,0 +1,83 @@
+"""The comparison's tables, from results written out here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.comparison import Compared, draw, latency_margin, markdown, readiness_rows, table_rows
+from models.errors import UserError
+from train.compare import check
+
+
+def result(temperature: float, tau: float, tree: bool = False, **changes: Any) -> dict[str, Any]:
+    counts = {
+        "drafts": [[10, 10], [5, 5]], "rounds": [10, 5], "plain_s": [8.0, 4.0], "plain_tokens": [40, 20],
+        "draft_s": [0.4, 0.2],
+    }  # fmt: skip
+    return {
+        "temperature": temperature, "tree": {"depth": 4} if tree else None, "block_efficiency": tau,
+        "block_efficiency_interval": [tau - 0.5, tau + 0.25], "speedup": tau / 2, "speedup_interval": [tau / 2, tau],
+        "acceptance_rate": 0.6, "conditional_acceptance": [0.7, None], "counts": counts,
+    } | changes  # fmt: skip
+
+
+READY = {"top1_agreement": 0.5, "top10_coverage": 0.75, "entropy_ratio": 1.5, "kl": 0.25, "positions": 9}
+EAGLE = Compared(
+    "eagle",
+    [result(0.0, 2.0), result(1.0, 1.5), result(0.0, 2.5, True), result(1.0, 1.75, True)],
+    {"parameters": 1234567, "memory_share": 0.125, "readiness": READY,
+     "training": {"tokens_per_s": 1234.5, "peak_memory_bytes": 5e8}},
+)  # fmt: skip
+LOOKUP = Compared(
+    "prompt_lookup",
+    [result(0.0, 3.0), result(1.0, 1.25)],
+    {"parameters": 0, "memory_share": 0.0, "readiness": None, "training": None},
+)
+
+
+def test_the_table_has_the_best_first_and_nothing_where_nothing_was_measured() -> None:
+    first, second = table_rows([EAGLE, LOOKUP])
+    assert (first["drafter"], second["drafter"]) == ("prompt_lookup", "eagle")
+    assert first["τ tree, T=0"] == first["training tokens/s"] == first["parameters"] == "–"
+    assert second["τ chain, T=0"] == "2.00 [1.50, 2.25]" and second["τ tree, T=1"] == "1.75 [1.25, 2.00]"
+    assert second["speed-up chain, T=1"] == "0.75 [0.75, 1.50]"
+    assert second["parameters"] == "1,234,567" and second["peak MB"] == "500" and second["α by position"] == "0.70 –"
+
+
+def test_readiness_is_shown_where_there_is_any() -> None:
+    eagle, lookup = readiness_rows([EAGLE, LOOKUP])
+    assert eagle["top-1 agreement, frequent"] == "50.0%" and eagle["memory share"] == "12.5%"
+    assert lookup["KL, nats"] == "–"
+
+
+def test_the_latency_margin_is_that_of_the_literature() -> None:
+    """0.2 s a plain token, 0.02 s a drafted one, two drafted a round, 0.6 accepted: 0.2 / (2 · 0.4 · 0.02)."""
+    assert latency_margin(result(0.0, 2.0)) == pytest.approx(12.5)
+    assert latency_margin(result(0.0, 2.0, acceptance_rate=1.0)) is None
+    nothing = result(0.0, 1.0)
+    nothing["counts"]["drafts"] = [[0, 0], [0, 0]]
+    assert latency_margin(nothing) is None
+
+
+def test_markdown_and_picture(tmp_path: Path) -> None:
+    assert markdown([{"a": "1", "b": "x"}, {"a": "2", "b": "y"}]) == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2 | y |\n"
+    draw([EAGLE, LOOKUP], tmp_path / "compare.png")
+    assert (tmp_path / "compare.png").read_bytes()[1:4] == b"PNG"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"drafters": []}, "name one or more"),
+        ({"drafters": ["eagle", "eagle"]}, "each once"),
+        ({"drafters": ["eegle"]}, "there is no drafter 'eegle'"),
+        ({"overrides": {"suffix": []}}, "names 'suffix', which is not among"),
+        ({"minutes": 0}, "must be above 0"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_the_long_work(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check({"drafters": ["eagle"], "overrides": {}, "minutes": None} | changes)
