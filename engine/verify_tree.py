@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.verify import Verdict
+from models.rejection import try_child
 from models.sampling import draw
 from models.tree import ancestors, chain_parents
 
@@ -92,27 +93,6 @@ def verify_tree(
 def _may_ask(x: Tensor) -> bool:
     """Whether to look if anything is left to test: on a GPU the answer takes longer than testing nothing."""
     return x.device.type == "cpu"
-
-
-def try_child(law: Tensor, tokens: Tensor, draft_probs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """One child of each of B nodes: the chance that it is accepted, what its rejection leaves, and Σ_x min(p, q).
-
-    `law` (B, V) is the target's law, or what earlier siblings left of it; tokens (B,), draft_probs (B, V) or None for
-    point masses. Returns (B,), the normalised law for the next sibling (B, V), and (B,).
-    """
-    p = law.gather(1, tokens[:, None]).squeeze(1)
-    if draft_probs is None:
-        chance = overlap = p
-        residual = law.scatter(1, tokens[:, None], 0.0)
-    else:
-        q = draft_probs.to(law.dtype)
-        own = q.gather(1, tokens[:, None]).squeeze(1)
-        chance = torch.where(own > 0, p / own, 0.0).clamp(max=1.0)
-        overlap = torch.minimum(law, q).sum(1)
-        residual = (law - q).clamp(min=0)
-    mass = residual.sum(1, keepdim=True)
-    # p = q up to rounding leaves nothing: such a child is rejected with probability zero, up to rounding.
-    return chance, torch.where(mass > 0, residual / mass, law), overlap.clamp(max=1.0)
 
 
 def verify_typical(

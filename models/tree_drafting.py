@@ -9,7 +9,7 @@ Vd draft vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,6 +40,17 @@ class Expander(Protocol):
 
         `parents` (B, Q) tells of each node which of the nodes of the call before it follows (0 after `root`).
         """
+
+
+@runtime_checkable
+class ChainScorer(Expander, Protocol):
+    """An expander that can tell in one pass what follows every token of a chain that is given."""
+
+    def score_chain(self, token_ids: Tensor) -> Tensor:
+        """Draft logits (B, Q, Vd) behind each token of the chain (B, Q); only `keep` makes later calls follow it."""
+
+    def keep(self, num_tokens: int) -> None:
+        """Go on behind the first tokens of the chain just told."""
 
 
 class Children(NamedTuple):

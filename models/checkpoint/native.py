@@ -163,6 +163,19 @@ def build(model: dict[str, Any], target: Target, vocab: DraftVocab) -> Any:
     return drafter_class(target, vocab, **arguments)
 
 
+def load_or_build(
+    folder: str | None, model: dict[str, Any], target: Target, vocab: DraftVocab
+) -> tuple[Any, dict[str, Any]]:
+    """A drafter that is part of another: that of the export in `folder`, or without one what `model` describes.
+
+    Returns it and its description. An export has its own vocabulary. Raises UserError as `load` and `build` do.
+    """
+    if folder is None:
+        return build(dict(model), target, vocab), dict(model)
+    path = Path(folder).expanduser()
+    return load(path, target), read(path).model
+
+
 def _vocab(d2t: Tensor | None, size: int, target: Target, folder: Path) -> DraftVocab:
     """The draft vocabulary that `d2t` describes; a head without its own weights would fit any other one as well."""
     if d2t is None:

@@ -200,9 +200,17 @@ class DraftLMExpander:
 
     def below(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         """Draft logits (B, 1, Vd) behind the next token (B, 1) of the chain."""
-        hidden = self._drafter.lm.step(self._drafter._known(token_ids), self._cache).last
-        self._cache.commit(torch.ones_like(self._cache.lengths))
-        return self._drafter.logits(hidden)
+        logits = self.score_chain(token_ids)
+        self.keep(1)
+        return logits
+
+    def score_chain(self, token_ids: Tensor) -> Tensor:
+        """Draft logits (B, Q, Vd) behind each token of the chain (B, Q), in one pass."""
+        return self._drafter.logits(self._drafter.lm.step(self._drafter._known(token_ids), self._cache).last)
+
+    def keep(self, num_tokens: int) -> None:
+        """Go on behind the first tokens of those just read."""
+        self._cache.commit(torch.full_like(self._cache.lengths, num_tokens))
 
 
 def _refuse_contradictions(

@@ -13,7 +13,6 @@ B batch, N drafted tokens, Vd draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,11 +101,7 @@ class HybridDrafter(nn.Module):
         if export is None and neural is None:
             raise UserError("The hybrid has no neural drafter: give drafter.model.export or drafter.model.neural.")
         SuffixAutomaton(max_match)  # refuses what cannot be
-        if export is not None:
-            folder = Path(export).expanduser()
-            self._model, self.neural = native.read(folder).model, native.load(folder, target)
-        else:
-            self._model, self.neural = dict(neural or {}), native.build(dict(neural or {}), target, vocab)
+        self.neural, self._model = native.load_or_build(export, neural or {}, target, vocab)
         if not hasattr(self.neural, "expander"):
             raise UserError(f"{type(self.neural).__name__} cannot be mixed: it does not draft from laws.")
         self.pretrained = export is not None or getattr(self.neural, "pretrained", False)

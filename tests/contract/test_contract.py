@@ -243,7 +243,7 @@ def test_5_a_reloaded_drafter_proposes_the_same(folder: Path, target: Target, dr
             logits.append(found)
         assert tokens[0] == tokens[1]
         assert len(logits[0]) == len(logits[1])
-        assert logits[0] or not drafter.state_dict()  # a drafter with weights drafts from logits
+        assert logits[0] or not hasattr(drafter, "logits")  # then it drafts from them
         assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
 
 

@@ -12,7 +12,8 @@ from torch.nn.functional import one_hot
 
 from engine import verify_tree as room
 from engine.verify import Verdict, verify_chain, verify_greedy
-from engine.verify_tree import try_child, verify_tree, verify_tree_greedy, verify_typical
+from engine.verify_tree import verify_tree, verify_tree_greedy, verify_typical
+from models.rejection import try_child
 from models.tree import chain_parents
 from tests.helpers.laws import Laws, invert_by_loop, one_hot_laws, random_laws, warped
 from tests.helpers.verdicts import (
