@@ -1,6 +1,7 @@
 """Answer a prompt and stream the text: python -m engine "PROMPT" drafter=outputs/RUN/export
 
-Tokens that the drafter had right are coloured. Settings as in conf/engine.yaml: temperature=0.7 decode.top_p=0.9.
+Tokens that the drafter had right are coloured. Settings as in conf/engine.yaml: temperature=0.7 decode.top_p=0.9. With
+remember=true a look-up cache learns the prompt and the answer, and is saved to its export.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ def job(config: DictConfig, prompt: str | None = None) -> None:
     console = Console(highlight=False, soft_wrap=True)
     stop = StopStrings(settings.stop_strings, target.decode)
     stream = Stream(console, target, stop)
-    made = generate(target, [encode(target, str(prompt), options["chat"])], settings, drafter, on_tokens=stream)
+    context = [encode(target, str(prompt), options["chat"])]
+    made = generate(target, context, settings, drafter, on_tokens=stream, remember=options["remember"])
+    if options["remember"] and folder is not None:
+        native.update(drafter, folder)
     stream.write(stop.trim(target.decode(made.token_ids[0])))
     console.print(f"\n{summary(made, settings.lossless)}", style="dim", markup=False)
 

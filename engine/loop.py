@@ -62,13 +62,19 @@ def generate(
     *,
     seeds: list[int] | None = None,
     on_tokens: TokenCallback | None = None,
+    remember: bool = False,
 ) -> Generation:
     """Answer `prompts` (token ids) as one batch, with or without a drafter; the law of the answers is the same.
 
-    `seeds` gives each request a stream of its own; without it request i takes settings.seed + i. Raises UserError for
-    an empty prompt, and for one that leaves no room for a single token in the model's context; ValueError where there
-    are not as many seeds as prompts.
+    `seeds` gives each request a stream of its own; without it request i takes settings.seed + i. With `remember` the
+    drafter is taught all texts at the end, in the order of `prompts`: drafts of this call do not depend on it, and what
+    is learnt not on which request finished first. Raises UserError for an empty prompt, for one that leaves no room for
+    a single token in the model's context, and for a drafter that cannot `remember`; ValueError where there are not as
+    many seeds as prompts.
     """
+    if remember and not hasattr(drafter, "remember"):
+        name = "Plain decoding" if drafter is None else type(drafter).__name__
+        raise UserError(f"{name} does not learn from what is answered: use remember=false.")
     check_prompts(target, prompts)
     check_settings(target, drafter, settings)
     seeds = [settings.seed + i for i in range(len(prompts))] if seeds is None else seeds
@@ -83,6 +89,10 @@ def generate(
         while batch.requests:
             batch.round()
     batch.seconds.total = time.perf_counter() - started
+    if remember:
+        learner: Any = drafter
+        for prompt, answer in zip(prompts, batch.answers, strict=True):
+            learner.remember([*prompt, *answer])
     return Generation(batch.answers, batch.stopped, batch.stats, batch.seconds)
 
 

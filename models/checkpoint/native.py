@@ -82,6 +82,16 @@ def save(drafter: Any, export: Export, vocab: DraftVocab, folder: Path, card: st
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def update(drafter: Any, folder: Path) -> None:
+    """Write what a drafter has learnt since it was loaded from `folder` back to it, whole or not at all.
+
+    What the export says of itself stays. Of several processes that do so, the last one's memory is kept. Raises
+    UserError as `read` and `save` do.
+    """
+    described = read(folder)
+    save(drafter, described, drafter.vocab, folder, (folder / "README.md").read_text())
+
+
 def read(folder: Path) -> Export:
     """Read what an export says of itself. Raises UserError where the folder is none."""
     config = _read_config(folder)

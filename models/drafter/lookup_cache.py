@@ -4,11 +4,12 @@ The last k tokens are looked up, for several k, the longest first: in the reques
 all requests of the drafter share. What followed most often is drafted (of several, the latest), and looked up from in
 turn. Drafts are point masses, accepted with p(x).
 
-The shared memory learns by `remember` alone, which whoever serves calls with a text that is finished. A proposal reads
-it and leaves it as it was. So a request's draft depends on its own text and on what was remembered before, not on its
-neighbours in the batch, nor on how often anything was asked or measured; and prompts that are answered twice to be
-compared are not known the second time. Remembering while others run changes their later drafts, never what comes out.
-The memory has a capacity, and is saved with the drafter as it is at that time.
+The shared memory learns by `remember` alone, from texts that are finished: `engine.loop.generate` calls it at its end
+where it is told to (`remember=True`; `python -m engine ... remember=true` also writes the memory back to the export). A
+proposal reads the memory and leaves it as it was. So a request's draft depends on its own text and on what was
+remembered before, not on its neighbours in the batch, nor on how often anything was asked or measured; and prompts that
+are answered twice to be compared are not known the second time. Remembering while others run changes their later
+drafts, never what comes out. The memory has a capacity, and is saved with the drafter as it is at that time.
 """
 
 from __future__ import annotations

@@ -120,6 +120,41 @@ def test_proposing_teaches_other_requests_nothing(target: Target) -> None:
     assert known.stats.acceptance_rate > first.stats.acceptance_rate
 
 
+def test_the_engine_teaches_what_it_answered_and_the_export_keeps_it(target: Target, tmp_path: Path) -> None:
+    """In the order of the prompts, whichever finished first; drafts of the same call know nothing of it."""
+    settings = DecodeSettings(20, 4, stop_token_ids=frozenset({0}))
+    start = prompts([5, 9, 4, 7], 5)
+    drafter, taught = build(target, capacity=40), build(target, capacity=40)
+    first = generate(target, start, settings, drafter)
+    assert len({len(answer) for answer in first.token_ids}) > 1
+    for prompt, answer in zip(start, first.token_ids, strict=True):
+        taught.remember(prompt + answer)
+    described = native.Export(
+        "some", MODEL | {"capacity": 40}, {"name": "t", "fingerprint": target.fingerprint, "load": {}}, 4, {"a": 1}
+    )
+    native.save(drafter, described, drafter.vocab, tmp_path / "export", "card")
+    served = native.load(tmp_path / "export", target)
+    made = generate(target, start, settings, served, remember=True)
+    assert made.token_ids == first.token_ids and made.stats.accepted.tolist() == first.stats.accepted.tolist()
+    native.update(served, tmp_path / "export")
+    loaded = native.load(tmp_path / "export", target)
+    held = [{name: tensor.tolist() for name, tensor in d.state_dict().items()} for d in (taught, served, loaded)]
+    assert held[0] == held[1] == held[2] and held[0]
+    again = native.read(tmp_path / "export")
+    assert (again.name, again.provenance) == ("some", {"a": 1})
+    assert (tmp_path / "export" / "README.md").read_text() == "card"
+    known = generate(target, start, settings, loaded)
+    assert known.token_ids == first.token_ids
+    assert known.stats.acceptance_rate > first.stats.acceptance_rate
+
+
+def test_a_drafter_that_cannot_remember_is_refused(target: Target) -> None:
+    drafter = native.build({"_target_": "models.drafter.suffix.SuffixDrafter"}, target, DraftVocab(5))
+    for current, name in ((drafter, "SuffixDrafter"), (None, "Plain decoding")):
+        with pytest.raises(UserError, match=f"{name} does not learn from what is answered"):
+            generate(target, [[1, 2]], DecodeSettings(4), current, remember=True)
+
+
 @pytest.mark.parametrize("sampling", [SamplingParams(1.0), SamplingParams(0.8, top_k=4, top_p=0.85)])
 def test_remembered_drafts_keep_the_law(sampling: SamplingParams, target: Target) -> None:
     drafter = build(target)
