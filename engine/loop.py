@@ -28,7 +28,7 @@ from models.cache import KVCache
 from models.errors import UserError
 from models.sampling import RequestRandom, adjust, check_vocabulary, draw, probabilities, seen_at_nodes, seen_tokens
 from models.target import Target
-from models.types import Draft, Drafter, DraftState, TargetFeatures
+from models.types import Draft, Drafter, DraftState, Probes, TargetFeatures
 
 
 @dataclass(slots=True)
@@ -134,6 +134,7 @@ class _Batch:
         self.on_tokens = on_tokens
         self.capture = drafter.capture_layers if drafter is not None else ()
         self.width, self.depth = (settings.num_nodes, settings.depth) if drafter is not None else (0, 0)
+        self.width = max(self.width, getattr(drafter, "num_rows", 0))
         self.random = RequestRandom(seeds, self.width + 1, purpose=0, device=target.device)
         self.draft_random = RequestRandom(seeds, self.width + 1, purpose=1, device=target.device)
         stop = settings.stop_token_ids
@@ -186,13 +187,13 @@ class _Batch:
         draft = self._draft(max(limits))
         if draft.lengths is not None:  # what is not meant is neither checked nor counted
             limits = [min(pair) for pair in zip(limits, draft.lengths.tolist(), strict=True)]
-            draft = _first(draft, max(limits))
+            draft = _meant(draft, max(limits))
         drafted = time.perf_counter()
         nodes = torch.cat([self.pending[:, None], draft.token_ids], dim=1)  # (B, 1 + N)
         parents = nn.functional.pad(draft.parents + 1, (1, 0), value=-1) if draft.branches else None
-        out = self.target.step(nodes, self.cache, capture_layers=self.capture, parents=parents)
+        logits, hidden, choices = self._read(nodes, parents, draft.probes)
         limit = torch.tensor(limits, device=nodes.device)
-        verdict = self._verify(self.target.head(out.last), nodes, parents, draft, limit)
+        verdict = self._verify(logits, nodes, parents, draft, limit)
         path = None if verdict.path is None else nn.functional.pad(verdict.path + 1, (1, 0))  # (B, 1 + P) rows to keep
         tokens = nodes if path is None else nodes.gather(1, path)
         following = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1)
@@ -205,12 +206,38 @@ class _Batch:
         accepted = [int(row[0]) for row in read]
         counts = torch.tensor(accepted) + 1
         self.cache.commit(counts, path)
-        hidden = out.hidden
+        if choices is not None:
+            prober: Any = self.drafter
+            prober.observe(self.state, choices)
         if path is not None and hidden is not None:
             hidden = hidden.gather(1, path[..., None].expand(-1, -1, hidden.shape[-1]))
         self.committed = TargetFeatures(tokens, following, hidden, counts)
         self.pending = verdict.extra_token
         self._emit([self._count(row, request) for row, request in zip(read, self.requests, strict=True)], accepted)
+
+    def _read(
+        self, nodes: Tensor, parents: Tensor | None, probes: Probes | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The target's pass over the nodes (B, 1 + N), and probes: logits (B, 1 + N, V) and captured states there.
+
+        The third is what the target would choose behind the probes that are asked about, None without any.
+        """
+        if probes is None:
+            out = self.target.step(nodes, self.cache, capture_layers=self.capture, parents=parents)
+            return self.target.head(out.last), out.hidden, None
+        count = nodes.shape[1]
+        related = tree.chain_parents(len(nodes), count, nodes.device) if parents is None else parents
+        above = torch.where(probes.parents < 0, 0, probes.parents + count)
+        out = self.target.step(
+            torch.cat([nodes, probes.token_ids], dim=1),
+            self.cache,
+            capture_layers=self.capture,
+            parents=torch.cat([related, above], dim=1),
+        )
+        asked = out.last[:, out.last.shape[1] - probes.num_asked :]
+        logits = self.target.head(torch.cat([out.last[:, :count], asked], dim=1))
+        hidden = None if out.hidden is None else out.hidden[:, :count]
+        return logits[:, :count], hidden, logits[:, count:].argmax(-1)
 
     def _count(self, read: list[float], request: int) -> list[int]:
         """Count a request's round, as `_counted` and the tokens behind it tell; returns the tokens to give out."""
@@ -300,11 +327,18 @@ class _Batch:
         )
 
 
-def _first(draft: Draft, num_tokens: int) -> Draft:
-    """The first tokens of a chain; none makes the round a plain step."""
-    assert not draft.branches, "lengths are for chains"
-    probs = None if draft.probs is None else draft.probs[:, :num_tokens]
-    return Draft(draft.token_ids[:, :num_tokens], draft.parents[:, :num_tokens], probs)
+def _meant(draft: Draft, num_tokens: int) -> Draft:
+    """The first tokens of a chain; none makes the round a plain step. A tree stays: its padding is too deep to count."""
+    if draft.branches and num_tokens > 0:
+        return replace(draft, lengths=None)
+    return replace(
+        draft,
+        token_ids=draft.token_ids[:, :num_tokens],
+        parents=draft.parents[:, :num_tokens],
+        probs=None if draft.probs is None else draft.probs[:, :num_tokens],
+        lengths=None,
+        branches=False,
+    )
 
 
 def _counted(draft: Draft, verdict: Verdict, limits: Tensor, depth: int) -> Tensor:

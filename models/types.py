@@ -31,6 +31,19 @@ class TargetFeatures:
 
 
 @dataclass(frozen=True, slots=True)
+class Probes:
+    """Rows that the target reads in the same pass as a draft. None is ever accepted.
+
+    Parents are probes or the last committed token: neither do probes see the draft, nor the draft them. What the target
+    would choose behind the last `num_asked` of them comes back to the drafter (`observe`).
+    """
+
+    token_ids: Tensor  # (B, M) in the target's vocabulary
+    parents: Tensor  # (B, M) an earlier probe; −1 is the last committed token
+    num_asked: int
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """Proposed tokens. `probs` is the law each token was really drawn from; None where each is a point mass.
 
@@ -41,6 +54,9 @@ class Draft:
     before the tokens that it cuts are drawn, by the committed text (look-up: how much followed the match). Given that
     text the draft is then one of a fixed length, for which verification is exact whatever the length; a length that
     looked at the value of a token which it cuts would let only some values be tested, and change the output's law.
+
+    In a tree of less than was asked for, or none, `lengths` counts the levels that are meant, and padding hangs deeper.
+    `probes` are what the drafter wants to know beside.
     """
 
     token_ids: Tensor  # (B, N) in the target's vocabulary
@@ -48,6 +64,7 @@ class Draft:
     probs: Tensor | None  # (B, N, V)
     lengths: Tensor | None = None  # (B,) of 0 .. N, on the host; None: all N
     branches: bool = False
+    probes: Probes | None = None
 
 
 class DraftState(Protocol):
@@ -84,6 +101,19 @@ class Drafter(Protocol):
         The drafter first drops from `state` whatever it had drafted itself. `random` holds a stream per request in
         place of one generator, so that a request's draft is the same in any batch.
         """
+
+
+class ProbingDrafter(Drafter, Protocol):
+    """A drafter whose drafts have probes, or are not the chains that are asked for.
+
+    What it drafts may depend on the answers to its probes. So its state is not a function of the text alone, unlike
+    that of every other drafter.
+    """
+
+    num_rows: int  # the most rows of a draft and its probes together
+
+    def observe(self, state: DraftState, choices: Tensor) -> None:
+        """Take in the target's choices (B, num_asked) behind the last draft's probes, before the rows are confirmed."""
 
 
 class TrainableDrafter(Drafter, Protocol):

@@ -75,6 +75,8 @@ class CascadeDrafter(nn.Module):
             vocabs = [DraftVocab(target.vocab_size, token_ids) for token_ids in chosen]
         self.first, self._first_model = _stage("first", first_export, first, target, vocabs[0])
         self.second, self._second_model = _stage("second", second_export, second, target, vocabs[1])
+        if hasattr(self.first, "observe"):
+            raise UserError(f"{type(self.first).__name__} cannot be checked: it drafts trees, and probes the target.")
         if not hasattr(self.second, "expander"):
             raise UserError(f"{type(self.second).__name__} cannot check another: it does not draft from laws.")
         self.pretrained = _trained(self.first, first_export) and _trained(self.second, second_export)

@@ -311,9 +311,11 @@ class Observed:
     proposals: int = 0
     committed_counts: set[int] = field(default_factory=set)
     always_full: bool = True  # no draft was shorter than it was asked to be
+    chains: bool = True  # no draft was a tree
 
     def __post_init__(self) -> None:
         self.capture_layers, self.vocab = self.drafter.capture_layers, self.drafter.vocab
+        self.num_rows = getattr(self.drafter, "num_rows", 0)
 
     def new_state(self, batch_size: int, max_len: int) -> _ObservedState:
         inner = self.drafter.new_state(batch_size, max_len)
@@ -339,6 +341,7 @@ class Observed:
                 random=recorded,
             )
         self.always_full &= draft.lengths is None
+        self.chains &= not draft.branches
         for check in self.checks:
             check(self.drafter, Proposal(state.history, draft, stacked(logits, draft), sampling, recorded.calls))
         self.proposals += 1
@@ -365,6 +368,9 @@ class Observed:
         self.proposals += 1
         return draft if self.script is None else self._scripted(state, draft)
 
+    def observe(self, state: _ObservedState, choices: Tensor) -> None:
+        self.drafter.observe(state.inner, choices)
+
     def _take_in(self, state: _ObservedState, committed: TargetFeatures) -> None:
         state.history.add(committed)
         state.rounds += 1
@@ -379,9 +385,9 @@ class Observed:
             prompt, answer = self.script[request]
             start = len(state.history.token_ids[row]) + 1 - len(prompt)
             chance = random.Random(f"{request} {state.rounds}")
-            path = path_to(draft.parents[row].tolist(), chance.randrange(tokens.shape[1]))
-            if not draft.branches:
-                path = list(range(tokens.shape[1]))
+            path = list(range(tokens.shape[1]))
+            if draft.branches:
+                path = path_to(draft.parents[row].tolist(), chance.randrange(len(path)))
             right = chance.choice([0, len(path), *range(len(path) + 1)])
             for node, known in zip(path[:right], answer[start:], strict=False):
                 tokens[row, node] = known

@@ -262,6 +262,7 @@ def test_what_a_first_stage_counted_is_exported(target: Target, tmp_path: Path) 
         ({"second": EAGLE}, "The cascade has no first drafter: give drafter.model.first_export"),
         ({"first": LOOKUP}, "The cascade has no second drafter"),
         ({"first": EAGLE, "second": LOOKUP}, "PromptLookupDrafter cannot check another"),
+        ({"first": {"_target_": "models.drafter.lookahead.LookaheadDrafter"}, "second": EAGLE}, "cannot be checked"),
         ({"first": EAGLE | {"layers": 2}, "second": EAGLE}, "takes no argument 'layers'"),
         ({"first": LOOKUP, "second_export": "nowhere"}, "'nowhere' is not an export"),
     ],
