@@ -328,7 +328,7 @@ class _Batch:
 
 
 def _meant(draft: Draft, num_tokens: int) -> Draft:
-    """The first tokens of a chain; none makes the round a plain step. A tree stays: its padding is too deep to count."""
+    """The first tokens of a chain; none makes the round a plain step. A tree stays: its padding is too deep."""
     if draft.branches and num_tokens > 0:
         return replace(draft, lengths=None)
     return replace(

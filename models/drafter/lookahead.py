@@ -166,12 +166,15 @@ def window_parents(window: int, ngram: int) -> list[int]:
 
 
 def trie(tails: list[Tail]) -> tuple[list[int], list[int]]:
-    """Tokens and parents of a tree that holds every path of `tails` once; siblings in the order of their first one."""
+    """Tokens and parents of a tree that holds every path of `tails` once; siblings in the order of their first one.
+
+    Level by level, so that a tree of shorter paths is the beginning of it, and its nodes meet the same random numbers.
+    """
     token_ids: list[int] = []
     parents: list[int] = []
     nodes: dict[Tail, int] = {(): -1}
-    for tail in tails:
-        for end in range(1, len(tail) + 1):
+    for end in range(1, max(map(len, tails), default=0) + 1):
+        for tail in tails:
             if tail[:end] not in nodes:
                 nodes[tail[:end]] = len(token_ids)
                 token_ids.append(tail[end - 1])

@@ -164,10 +164,10 @@ def check_request(target: Target, rounds: list[Any], sizes: tuple[int, int, int]
 def test_window_and_ngrams_are_those_of_jacobi_iterations(
     sizes: tuple[int, int, int], sampling: SamplingParams, target: Target
 ) -> None:
-    """In a ragged batch whose requests accept different numbers of tokens, up to the end of the context."""
+    """In a ragged batch whose requests accept different numbers of tokens; no guess is beyond the context's end."""
     drafter = build(target, sizes, Recorded)
-    start = prompts([9, 1, 20, 4], 5, seed=1)
-    settings = DecodeSettings(18, 4, sampling, frozenset())
+    start = prompts([6, 1, 8, 4], 5, seed=1)
+    settings = DecodeSettings(16, 4, sampling, frozenset())
     made = generate(target, start, settings, drafter)
     for prompt, answer, rounds in zip(start, made.token_ids, drafter.rounds, strict=True):
         told = [token for _, following, *_ in rounds for token in following]
@@ -245,7 +245,7 @@ def test_a_request_is_answered_in_a_batch_as_alone(sampling: SamplingParams, tar
 
 
 class Primed(LookaheadDrafter):
-    """Begins with some n-grams, so that there are drafts from the first round on; for some last tokens there are none."""
+    """Begins with some n-grams, so that drafts come from the first round on; behind some tokens there are none."""
 
     def new_state(self, batch_size: int, max_len: int) -> LookaheadState:
         state = super().new_state(batch_size, max_len)
