@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -222,6 +222,9 @@ class FrozenSuffixes(Suffixes):
         super().__init__(max_match)
         self._lengths, self._links, self._counts = arrays["lengths"], arrays["links"], arrays["counts"]
         self._first, self._tokens, self._states = arrays["first_edge"], arrays["edge_tokens"], arrays["edge_states"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenSuffixes:
+        return self  # it never changes, and may be large
 
     def length(self, state: int) -> int:
         return int(self._lengths[state])

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from typing import TypeVar
+
 import torch
 
 from models import tree
 from models.types import Draft, TargetFeatures
+
+Text = TypeVar("Text")
+
+
+def select_texts(texts: list[Text], rows: list[int]) -> list[Text]:
+    """The texts `rows`, in that order. One that is chosen again is copied, so that each goes on by itself."""
+    return [copy.deepcopy(texts[row]) if row in rows[:place] else texts[row] for place, row in enumerate(rows)]
 
 
 def new_tokens(committed: TargetFeatures, started: list[bool]) -> list[list[int]]:

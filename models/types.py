@@ -71,7 +71,10 @@ class DraftState(Protocol):
     """What a drafter remembers of the requests it serves."""
 
     def select(self, rows: list[int]) -> None:
-        """Keep the requests `rows`, in that order, when others have finished."""
+        """Keep the requests `rows`, in that order, when others have finished.
+
+        In beam search a row may come several times: the request then goes on in several ways, each by itself.
+        """
 
 
 class Drafter(Protocol):

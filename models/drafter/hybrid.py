@@ -25,7 +25,7 @@ from models.errors import UserError
 from models.sampling import RequestRandom, SamplingParams, probabilities
 from models.suffix_automaton import ROOT, CountedSuffixes, FrozenSuffixes, Place, SuffixAutomaton, Suffixes
 from models.target import Target
-from models.text_drafting import new_tokens
+from models.text_drafting import new_tokens, select_texts
 from models.tree_drafting import Expander
 from models.types import Draft, DraftState, TargetFeatures
 from models.vocab import DraftVocab
@@ -72,7 +72,7 @@ class HybridState:
     def select(self, rows: list[int]) -> None:
         """Keep the requests `rows`, in that order."""
         self.neural.select(rows)
-        self.texts = [self.texts[row] for row in rows]
+        self.texts = select_texts(self.texts, rows)
 
 
 class HybridDrafter(nn.Module):

@@ -14,6 +14,7 @@ drafts, never what comes out. The memory has a capacity, and is saved with the d
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,7 +24,7 @@ from models.continuations import Continuations, empty
 from models.errors import UserError
 from models.sampling import RequestRandom, SamplingParams
 from models.target import Target
-from models.text_drafting import new_tokens, point_masses
+from models.text_drafting import new_tokens, point_masses, select_texts
 from models.types import Draft, TargetFeatures
 from models.vocab import DraftVocab
 
@@ -36,6 +37,13 @@ class LookupCacheRequest:
     def __init__(self, sizes: list[int], shared: Continuations) -> None:
         self.token_ids: list[int] = []
         self._sizes, self._memories = sizes, (Continuations(), shared)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LookupCacheRequest:
+        """A request that goes on by itself, and shares what requests share."""
+        own, shared = self._memories
+        twin = LookupCacheRequest(self._sizes, shared)
+        twin.token_ids, twin._memories = list(self.token_ids), (copy.deepcopy(own, memo), shared)
+        return twin
 
     def append(self, token_ids: list[int]) -> None:
         """Take in the next tokens."""
@@ -73,7 +81,7 @@ class LookupCacheState:
 
     def select(self, rows: list[int]) -> None:
         """Keep the requests `rows`, in that order."""
-        self.requests = [self.requests[row] for row in rows]
+        self.requests = select_texts(self.requests, rows)
 
 
 class LookupCacheDrafter(nn.Module):

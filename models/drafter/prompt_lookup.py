@@ -18,7 +18,7 @@ from torch import nn
 from models.errors import UserError
 from models.sampling import RequestRandom, SamplingParams
 from models.target import Target
-from models.text_drafting import new_tokens, point_masses
+from models.text_drafting import new_tokens, point_masses, select_texts
 from models.types import Draft, TargetFeatures
 from models.vocab import DraftVocab
 
@@ -69,7 +69,7 @@ class LookupState:
 
     def select(self, rows: list[int]) -> None:
         """Keep the requests `rows`, in that order."""
-        self.texts = [self.texts[row] for row in rows]
+        self.texts = select_texts(self.texts, rows)
 
 
 class PromptLookupDrafter(nn.Module):

@@ -19,7 +19,7 @@ from models.errors import UserError
 from models.sampling import RequestRandom, SamplingParams
 from models.suffix_automaton import ROOT, CountedSuffixes, FrozenSuffixes, Place, SuffixAutomaton, Suffixes
 from models.target import Target
-from models.text_drafting import new_tokens, point_masses
+from models.text_drafting import new_tokens, point_masses, select_texts
 from models.types import Draft, TargetFeatures
 from models.vocab import DraftVocab
 
@@ -61,7 +61,7 @@ class SuffixState:
 
     def select(self, rows: list[int]) -> None:
         """Keep the requests `rows`, in that order."""
-        self.requests = [self.requests[row] for row in rows]
+        self.requests = select_texts(self.requests, rows)
 
 
 class SuffixDrafter(nn.Module):

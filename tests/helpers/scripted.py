@@ -23,7 +23,7 @@ class ScriptedState:
     hidden: list[Tensor]
 
     def select(self, rows: list[int]) -> None:
-        self.texts = [self.texts[row] for row in rows]
+        self.texts = [list(self.texts[row]) for row in rows]
         self.hidden = [self.hidden[row] for row in rows]
 
 
