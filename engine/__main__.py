@@ -1,7 +1,8 @@
 """Answer a prompt and stream the text: python -m engine "PROMPT" drafter=outputs/RUN/export
 
 Tokens that the drafter had right are coloured. Settings as in conf/engine.yaml: temperature=0.7 decode.top_p=0.9. With
-remember=true a look-up cache learns the prompt and the answer, and is saved to its export.
+remember=true a look-up cache learns the prompt and the answer, and is saved to its export. With beams=4 the four
+best answers of beam search, and how many target passes the drafter saved it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from models.errors import UserError
 _SHORT = {"drafter": "export", "target": "target.source"}
 
 if TYPE_CHECKING:
+    from engine.beam import BeamSearch
     from engine.loop import Generation
     from engine.stopping import StopStrings
     from models.target import Target
@@ -57,6 +59,8 @@ def job(config: DictConfig, prompt: str | None = None) -> None:
     prompt = options["prompt"] if prompt is None else prompt
     if prompt is None:
         raise UserError('Say what to answer: python -m engine "PROMPT" drafter=outputs/RUN/export')
+    from engine.beam import beam_search
+    from engine.beam_step import BeamSettings
     from engine.loop import generate
     from engine.options import decode_settings
     from engine.stopping import StopStrings
@@ -74,14 +78,30 @@ def job(config: DictConfig, prompt: str | None = None) -> None:
     drafter = None if folder is None else native.load(folder, target)
     accelerate_drafter(drafter)
     console = Console(highlight=False, soft_wrap=True)
+    context = encode(target, str(prompt), options["chat"])
+    if options["beams"] is not None:
+        beams = BeamSettings(options["beams"], float(options["length_penalty"]), options["early_stopping"])
+        print_beams(target, beam_search(target, [context], settings, beams, drafter), console)
+        return
     stop = StopStrings(settings.stop_strings, target.decode)
     stream = Stream(console, target, stop)
-    context = [encode(target, str(prompt), options["chat"])]
-    made = generate(target, context, settings, drafter, on_tokens=stream, remember=options["remember"])
+    made = generate(target, [context], settings, drafter, on_tokens=stream, remember=options["remember"])
     if options["remember"] and folder is not None:
         native.update(drafter, folder)
     stream.write(stop.trim(target.decode(made.token_ids[0])))
     console.print(f"\n{summary(made, settings.lossless)}", style="dim", markup=False)
+
+
+def print_beams(target: Target, found: BeamSearch, console: Console) -> None:
+    """The answers to one prompt, best first, each with its score; then how many target passes they took."""
+    for tokens, score in zip(found.token_ids[0], found.scores[0], strict=True):
+        console.print(f"{score:.4f}  ", style="green", end="")
+        console.print(target.decode(tokens), markup=False)
+    console.print(
+        f"{len(found.scores[0])} beams in {found.seconds:.1f} s · {found.passes} target passes, and plain beam "
+        f"search takes {found.plain_passes}",
+        style="dim",
+    )
 
 
 def encode(target: Target, prompt: str, chat: Any) -> list[int]:

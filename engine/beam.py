@@ -156,7 +156,7 @@ class _Search:
         k = self.num_beams
         start = [[Place(row, 0) for row in range(g * k, (g + 1) * k)] for g in range(len(self.prompts))]
         places = self._replay(out.last, start, children)
-        if self.state is not None:
+        if self.state is not None and places:
             self.state.select([place.row for place in places])
         self._commit(nodes, out.hidden, places, [_path(above[place.row], place.node) for place in places])
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.beam import beam_search
+from engine.beam_step import BeamSettings
 from engine.loop import generate
 from engine.settings import DecodeSettings
 from models.checkpoint import native
@@ -226,6 +228,14 @@ def test_4_running_state_is_a_fresh_one_sampled(small_target: Target, small_draf
     every_count = {1, 2, 3, 4}  # a drafter that chooses its drafts' lengths need not get to the last
     assert seen.proposals > 5
     assert seen.committed_counts == every_count if seen.always_full else seen.committed_counts >= every_count - {4}
+
+
+def test_4_beams_that_share_a_past_are_drafted_for_each_by_itself(target: Target, drafter: Any, start: Any) -> None:
+    """In beam search a request may go on in several ways: behind each of them a fresh state drafts the same."""
+    decode, beams = DecodeSettings(12, 4, stop_token_ids=frozenset()), BeamSettings(3)
+    observed = Observed(drafter, [check_fresh])
+    found, plain = (beam_search(target, start[:3], decode, beams, d) for d in (observed, None))
+    assert found.token_ids == plain.token_ids and observed.proposals > 3
 
 
 # 5. What was saved is what is loaded.

@@ -10,7 +10,9 @@ import pytest
 from rich.console import Console
 
 from conf.compose import ROOT
-from engine.__main__ import Stream, encode, split_prompt, summary
+from engine.__main__ import Stream, encode, print_beams, split_prompt, summary
+from engine.beam import beam_search
+from engine.beam_step import BeamSettings
 from engine.loop import generate
 from engine.settings import DecodeSettings
 from engine.stopping import StopStrings
@@ -76,3 +78,15 @@ def test_a_target_without_a_template_continues_a_text(tiny: Target) -> None:
     )
     with pytest.raises(UserError, match="chat=true, but target 'tiny' has no chat template: use chat=false"):
         encode(tiny, "import os", True)
+
+
+def test_beams_are_shown_best_first_and_passes_counted(tiny: Target) -> None:
+    prompt, shown = tiny.encode("import os"), io.StringIO()
+    found = beam_search(tiny, [prompt], DecodeSettings(8, stop_token_ids=frozenset()), BeamSettings(2))
+    print_beams(tiny, found, Console(file=shown, width=10**6))
+    first, second = (tiny.decode(tokens) for tokens in found.token_ids[0])
+    scores = [f"{score:.4f}" for score in found.scores[0]]
+    assert found.scores[0] == sorted(found.scores[0], reverse=True)
+    text = shown.getvalue()
+    assert text.startswith(f"{scores[0]}  {first}\n{scores[1]}  {second}\n")
+    assert text.endswith("8 target passes, and plain beam search takes 8\n")
