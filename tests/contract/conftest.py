@@ -13,6 +13,7 @@ from conf.compose import ROOT, plain
 from models.checkpoint import native
 from models.target import Target
 from models.vocab import DraftVocab
+from tests.helpers.characters import with_characters
 from tests.helpers.drafters import as_float64, build_shaken, five_token_target, tiny_target
 from tests.helpers.memorising import Text, Trained, answered, memorise
 
@@ -48,7 +49,7 @@ def recipe(request: pytest.FixtureRequest, options: dict[str, Any]) -> Recipe:
 
 @pytest.fixture(scope="session")
 def target32() -> Target:
-    return tiny_target()
+    return with_characters(tiny_target())
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +59,7 @@ def target(target32: Target) -> Target:
 
 @pytest.fixture(scope="session")
 def small_target() -> Target:
-    return five_token_target()
+    return with_characters(five_token_target())
 
 
 @pytest.fixture(scope="session")

@@ -57,7 +57,7 @@ def five_token_target() -> Target:
 
 def as_float64(target: Target) -> Target:
     """The same target in double precision; its weights are those of `target`, rounded to float32 as they are."""
-    return Target(copy.deepcopy(target.model).double(), name=target.name)
+    return Target(copy.deepcopy(target.model).double(), target.tokenizer, target.name)
 
 
 def shaken(drafter: Any, seed: int = 0, amount: float = 0.1) -> Any:
