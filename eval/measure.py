@@ -73,24 +73,19 @@ class Measurement:
     def predicted_speedup(self) -> float:
         """The speed-up that theory expects of the conditional acceptance and of what drafting and checking cost.
 
-        Rounds are predicted, and the prompts' own passes are put in front as measured. What the measured speed-up lacks
-        of it went into a round's bookkeeping, beside the small biases of `eval.theory.predict`. nan where nothing was
-        drafted or timed.
+        See `predicted_speedup`; nan where nothing was drafted or timed.
         """
-        s = self.stats
-        rounds, reached = s.rounds.sum(), s.drafts.sum(0)
-        if not (reached.any() and self.verify_s.any()):
+        if not self.verify_s.any():
             return float("nan")
-        plain_s = self.plain_s.sum() / self.plain_tokens.sum()
-        rounds_only = predict(
-            s.conditional_acceptance,
-            draft_s_per_token=self.draft_s.sum() / reached.sum(),
-            verify_s_per_round=self.verify_s.sum() / rounds,
-            plain_s_per_token=plain_s,
-            reach=reached / rounds,
+        return predicted_speedup(
+            self.stats,
+            plain_s_per_token=self.plain_s.sum() / self.plain_tokens.sum(),
+            tokens=self.speculative_tokens.sum(),
+            total_s=self.speculative_s.sum(),
+            prefill_s=self.speculative_prefill_s.sum(),
+            draft_s=self.draft_s.sum(),
+            verify_s=self.verify_s.sum(),
         )
-        predicted_s = self.speculative_prefill_s.sum() + s.emitted.sum() * plain_s / rounds_only
-        return float(plain_s / (predicted_s / self.speculative_tokens.sum()))
 
     def select(self, prompts: Any) -> Measurement:
         """The measurement of some prompts, by index or mask."""
@@ -158,6 +153,37 @@ class Measurement:
         if self.settings.sampling.greedy:
             result |= {"identical_to_plain": self.identical, "near_ties": self.near_ties}
         return result
+
+
+def predicted_speedup(
+    stats: DecodingStats,
+    *,
+    plain_s_per_token: float,
+    tokens: float,
+    total_s: float,
+    prefill_s: float,
+    draft_s: float,
+    verify_s: float,
+) -> float:
+    """The speed-up that theory expects of the conditional acceptance and of what drafting and checking cost.
+
+    How many tokens a round gives is predicted; what a drafted token, a check and the rest of a round take is as
+    measured in the same run, and so are the prompts' own passes. What the measured speed-up lacks of it are the small
+    biases of `eval.theory.predict`. nan where nothing was drafted.
+    """
+    rounds, reached = stats.rounds.sum(), stats.drafts.sum(0)
+    if not reached.any():
+        return float("nan")
+    rounds_only = predict(
+        stats.conditional_acceptance,
+        draft_s_per_token=draft_s / reached.sum(),
+        verify_s_per_round=verify_s / rounds,
+        plain_s_per_token=plain_s_per_token,
+        other_s_per_round=(total_s - prefill_s - draft_s - verify_s) / rounds,
+        reach=reached / rounds,
+    )
+    predicted_s = prefill_s + stats.emitted.sum() * plain_s_per_token / rounds_only
+    return float(plain_s_per_token / (predicted_s / tokens))
 
 
 def measure(

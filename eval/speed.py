@@ -1,6 +1,7 @@
 """Where a round's time goes, and how fast the engine is beside transformers' `generate`.
 
     python eval/speed.py target.source=smollm2 export=[outputs/A/export,outputs/B/export]
+    python eval/speed.py export=outputs/A/export lengths=[1,2,3,4,5,6,7,8]      # and what theory predicts for each
 
 All ways answer each prompt in turns, greedily. Prints tables, and writes speed.json with provenance.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from models.errors import UserError
 
 if TYPE_CHECKING:
     from engine.settings import DecodeSettings
+    from engine.stats import DecodingStats
     from models.target import Target
 
 _RESAMPLES = 2000
@@ -37,6 +39,7 @@ class Timed:
     draft_s: float = float("nan")
     verify_s: float = float("nan")
     rounds: float = float("nan")
+    stats: DecodingStats | None = None
 
 
 @dataclass(slots=True)
@@ -110,6 +113,12 @@ def _ways_of_export(
     drafter = native.load(folder, target)
     settings = _settings(options, export.num_speculative_tokens)
     check_settings(target, drafter, settings)
+    if (lengths := options["lengths"]) is not None:
+        if settings.tree is not None or not isinstance(lengths, list) or not lengths:
+            raise UserError(f"lengths is {lengths!r}: give lengths of chains, as [1,2,4,8], and leave decode.tree out.")
+        accelerate_drafter(drafter)
+        chains = [replace(settings, num_speculative_tokens=length) for length in lengths]
+        return [Way(f"{name}, {c.num_speculative_tokens} tokens", _ours(target, drafter, c)) for c in chains]
     found = []
     if hasattr(drafter, "transformers_options"):
         same = native.load(folder, theirs).transformers_options(settings.num_speculative_tokens)
@@ -125,7 +134,8 @@ def _ours(target: Target, drafter: Any, settings: DecodeSettings) -> Answer:
     def answer(context: list[int]) -> Timed:
         made = generate(target, [context], settings, drafter)
         s = made.seconds
-        return Timed(made.token_ids[0], s.total, s.prefill, s.draft, s.verify, float(made.stats.rounds.sum()))
+        rounds = float(made.stats.rounds.sum())
+        return Timed(made.token_ids[0], s.total, s.prefill, s.draft, s.verify, rounds, made.stats)
 
     return answer
 
@@ -196,8 +206,24 @@ def summaries(ways: list[Way]) -> list[dict[str, Any]]:
                 "bound": efficiency * plain_token_s / (draft + verify),  # τ·t_plain / (t_verify + t_draft)
                 "bound_reached": (draft + verify) / whole,
             }
+            row |= _predicted(way, plain_way)
         result.append(row)
     return result
+
+
+def _predicted(way: Way, plain_way: Way) -> dict[str, Any]:
+    """The speed-up over plain that theory predicts; nothing for a way that drafts nothing."""
+    from engine.stats import DecodingStats
+    from eval.measure import predicted_speedup
+
+    parts = [a.stats for a in way.answers if a.stats is not None]
+    if not parts or not (stats := DecodingStats.concatenate(parts)).drafts.any():
+        return {}
+    tokens, plain_tokens = (sum(len(a.token_ids) for a in w.answers) for w in (way, plain_way))
+    times = {name: way.total(name) for name in ("total_s", "prefill_s", "draft_s", "verify_s")}
+    plain_s = plain_way.total("total_s") / plain_tokens
+    predicted = predicted_speedup(stats, plain_s_per_token=plain_s, tokens=tokens, **times)
+    return {"conditional_acceptance": stats.conditional_acceptance, "predicted_speedup": predicted}
 
 
 def ratio(way: Way, baseline: Way) -> tuple[float, float, float]:
@@ -264,14 +290,16 @@ def print_report(report: dict[str, Any]) -> None:
 
     console = Console(width=132 if not Console().is_terminal else None)
     speeds, parts = Table(title="Speed, greedy, one request at a time"), Table(title="A round's time")
-    for column in ("", "tokens/s", "over our plain", "over transformers", "identical to plain"):
+    for column in ("", "tokens/s", "over our plain", "predicted", "over transformers", "identical to plain"):
         speeds.add_column(column, justify="right" if column else "left")
     for column in ("", "τ", "draft ms", "verify ms", "other ms", "other", "bound", "reached"):
         parts.add_column(column, justify="right" if column else "left")
     for row in report["ways"]:
         over = _interval(row["speedup_over_baseline"]) if "baseline" in row else ""
         identical = f"{row['identical_to_plain']} of {row['prompts']}"
-        speeds.add_row(row["name"], f"{row['tokens_per_s']:.1f}", _interval(row["speedup_over_plain"]), over, identical)
+        predicted = f"{row['predicted_speedup']:.2f}" if "predicted_speedup" in row else ""
+        plainly = _interval(row["speedup_over_plain"])
+        speeds.add_row(row["name"], f"{row['tokens_per_s']:.1f}", plainly, predicted, over, identical)
         if "draft_ms" in row:
             numbers = [f"{row[key]:.2f}" for key in ("block_efficiency", "draft_ms", "verify_ms", "other_ms")]
             parts.add_row(
@@ -280,6 +308,8 @@ def print_report(report: dict[str, Any]) -> None:
     console.print(speeds)
     console.print(parts)
     console.print(
+        "predicted: the speed-up over plain by theory, from acceptance by position and from what a drafted token, a "
+        "check and the rest of a round took.\n"
         "bound: τ · t_plain / (t_verify + t_draft), the speed-up if nothing else took time. On a GPU the part of a "
         "draft that is still being computed when the target's pass is asked for counts as verification.",
         style="dim",

@@ -22,8 +22,8 @@ def print_tables(measured: Named, console: Console | None = None) -> None:
         "α expected: mean of Σ min(p, q) over tested positions; realised: accepted / tested. By position: accepted / "
         "tested at draft token 1, 2, …\nτ: tokens emitted per target pass, the extra token included. Speed-up: seconds "
         "per token, plain / speculative, run in turns. [95% bootstrap interval over prompts]\nPredicted: speed-up by "
-        "theory, from acceptance by position and the measured seconds of a draft token, a check, a plain token and the "
-        "prompt's pass; what else a round does is left out.",
+        "theory, from acceptance by position and the measured seconds of a draft token, a check, the rest of a round, "
+        "a plain token and the prompt's pass.",
         style="dim",
     )
     if not all(m.settings.lossless for _, m in measured):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
+from engine.stats import DecodingStats
 from eval.speed import Timed, Way, _in_turns, passes, ratio, summaries
 from models.target import Target
 
@@ -38,6 +40,23 @@ def test_the_parts_of_a_round_add_up() -> None:
     assert drafted["bound"] == pytest.approx(1.5 * (4.0 / 3) / 1.1)
     assert drafted["bound_reached"] == pytest.approx(1100 / 1250)
     assert "draft_ms" not in theirs and theirs["tokens_per_s"] == pytest.approx(0.5)
+
+
+def test_predictions_are_those_of_the_measurement() -> None:
+    stats = [DecodingStats.empty(1, 2) for _ in range(2)]
+    for part, accepted in zip(stats, ([2, 0, 1], [1]), strict=True):
+        for count in accepted:
+            part.add_round(0, np.ones(2), min(count + 1, 2), count, count + 1, np.zeros(2))
+    plain = way("plain", [Timed([1] * 7, 7.0, 1.0), Timed([1] * 3, 3.0, 1.0)])
+    drafted = way(
+        "drafted", [Timed([1] * 7, 4.0, 1.0, 0.6, 1.8, 3, stats[0]), Timed([1] * 3, 2.0, 1.0, 0.2, 0.6, 1, stats[1])]
+    )
+    (_, row) = summaries([plain, drafted])
+    assert row["conditional_acceptance"] == [3 / 4, 1 / 3]
+    round_s = 0.8 / 8 * 2 + 2.4 / 4 + (6.0 - 2.0 - 0.8 - 2.4) / 4
+    rounds = 8 / (1 + 3 / 4 + 3 / 4 * 1 / 3)  # of eight emitted tokens, by theory
+    assert row["predicted_speedup"] == pytest.approx(1.0 / ((2.0 + rounds * round_s) / 10))
+    assert "predicted_speedup" not in summaries([plain])[0]
 
 
 def test_the_fastest_of_several_turns_counts_and_all_go_first_once() -> None:
