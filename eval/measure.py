@@ -164,18 +164,20 @@ def predicted_speedup(
     prefill_s: float,
     draft_s: float,
     verify_s: float,
+    acceptance: Sequence[float] | None = None,
 ) -> float:
     """The speed-up that theory expects of the conditional acceptance and of what drafting and checking cost.
 
-    How many tokens a round gives is predicted; what a drafted token, a check and the rest of a round take is as
-    measured in the same run, and so are the prompts' own passes. What the measured speed-up lacks of it are the small
-    biases of `eval.theory.predict`. nan where nothing was drafted.
+    How many tokens a round gives is predicted; what a drafted token, a check and the rest of a round take is given,
+    and so are the prompts' own passes. Where all of these are of the same run, what the measured speed-up lacks of it
+    are the small biases of `eval.theory.predict` alone: it then says that the parts add up. `acceptance` by position
+    may be that of another run. nan where nothing was drafted.
     """
     rounds, reached = stats.rounds.sum(), stats.drafts.sum(0)
     if not reached.any():
         return float("nan")
     rounds_only = predict(
-        stats.conditional_acceptance,
+        stats.conditional_acceptance if acceptance is None else acceptance,
         draft_s_per_token=draft_s / reached.sum(),
         verify_s_per_round=verify_s / rounds,
         plain_s_per_token=plain_s_per_token,

@@ -44,12 +44,13 @@ class Timed:
 
 @dataclass(slots=True)
 class Way:
-    """A way to answer. `baseline` names the way of transformers that does the same."""
+    """A way to answer. `baseline` names the way of transformers that does the same, `longest` that of longer chains."""
 
     name: str
     answer: Answer
     baseline: str | None = None
     answers: list[Timed] = field(default_factory=list)
+    longest: str | None = None
 
     def total(self, what: str) -> float:
         """The sum of a time, in seconds, or of rounds over all answers."""
@@ -118,7 +119,9 @@ def _ways_of_export(
             raise UserError(f"lengths is {lengths!r}: give lengths of chains, as [1,2,4,8], and leave decode.tree out.")
         accelerate_drafter(drafter)
         chains = [replace(settings, num_speculative_tokens=length) for length in lengths]
-        return [Way(f"{name}, {c.num_speculative_tokens} tokens", _ours(target, drafter, c)) for c in chains]
+        names = [f"{name}, {length} tokens" for length in lengths]
+        last = names[lengths.index(max(lengths))]
+        return [Way(n, _ours(target, drafter, c), longest=last) for n, c in zip(names, chains, strict=True)]
     found = []
     if hasattr(drafter, "transformers_options"):
         same = native.load(folder, theirs).transformers_options(settings.num_speculative_tokens)
@@ -206,24 +209,48 @@ def summaries(ways: list[Way]) -> list[dict[str, Any]]:
                 "bound": efficiency * plain_token_s / (draft + verify),  # τ·t_plain / (t_verify + t_draft)
                 "bound_reached": (draft + verify) / whole,
             }
-            row |= _predicted(way, plain_way)
+            row |= _predicted(way, plain_way, by_name[way.longest or way.name])
         result.append(row)
     return result
 
 
-def _predicted(way: Way, plain_way: Way) -> dict[str, Any]:
-    """The speed-up over plain that theory predicts; nothing for a way that drafts nothing."""
-    from engine.stats import DecodingStats
+def _predicted(way: Way, plain_way: Way, longest: Way) -> dict[str, Any]:
+    """The speed-up over plain that theory predicts; nothing for a way that drafts nothing.
+
+    Of a chain's own run only the seconds of a check are taken; acceptance, and the seconds of a drafted token and of
+    the rest of a round, are those of the `longest` chain.
+    """
     from eval.measure import predicted_speedup
 
-    parts = [a.stats for a in way.answers if a.stats is not None]
-    if not parts or not (stats := DecodingStats.concatenate(parts)).drafts.any():
+    stats, source = _pooled(way), _pooled(longest)
+    if stats is None or source is None:
         return {}
+    rounds, other_rounds = stats.rounds.sum(), source.rounds.sum()
     tokens, plain_tokens = (sum(len(a.token_ids) for a in w.answers) for w in (way, plain_way))
-    times = {name: way.total(name) for name in ("total_s", "prefill_s", "draft_s", "verify_s")}
-    plain_s = plain_way.total("total_s") / plain_tokens
-    predicted = predicted_speedup(stats, plain_s_per_token=plain_s, tokens=tokens, **times)
+    prefill_s, verify_s = way.total("prefill_s"), way.total("verify_s")
+    draft_s = longest.total("draft_s") / source.drafted.sum() * stats.drafted.sum()
+    parts = sum(longest.total(name) for name in ("prefill_s", "draft_s", "verify_s"))
+    rest_s = (longest.total("total_s") - parts) / other_rounds * rounds
+    predicted = predicted_speedup(
+        stats,
+        plain_s_per_token=plain_way.total("total_s") / plain_tokens,
+        tokens=tokens,
+        total_s=prefill_s + draft_s + verify_s + rest_s,
+        prefill_s=prefill_s,
+        draft_s=draft_s,
+        verify_s=verify_s,
+        acceptance=source.conditional_acceptance[: stats.drafts.shape[1]],
+    )
     return {"conditional_acceptance": stats.conditional_acceptance, "predicted_speedup": predicted}
+
+
+def _pooled(way: Way) -> DecodingStats | None:
+    """The counters of all answers of a way of ours that drafts chains."""
+    from engine.stats import DecodingStats
+
+    parts = [a.stats for a in way.answers if a.stats is not None]
+    stats = DecodingStats.concatenate(parts) if parts else None
+    return stats if stats is not None and (stats.drafted == stats.drafts).all() and stats.drafts.any() else None
 
 
 def ratio(way: Way, baseline: Way) -> tuple[float, float, float]:
@@ -308,8 +335,8 @@ def print_report(report: dict[str, Any]) -> None:
     console.print(speeds)
     console.print(parts)
     console.print(
-        "predicted: the speed-up over plain by theory, from acceptance by position and from what a drafted token, a "
-        "check and the rest of a round took.\n"
+        "predicted: the speed-up over plain by theory, from acceptance by position, from what a drafted token and the "
+        "rest of a round took in the longest chains, and from what a check took.\n"
         "bound: τ · t_plain / (t_verify + t_draft), the speed-up if nothing else took time. On a GPU the part of a "
         "draft that is still being computed when the target's pass is asked for counts as verification.",
         style="dim",

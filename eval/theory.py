@@ -4,6 +4,9 @@ n is num_speculative_tokens (γ in the papers), α_i the chance that draft token
 s_i = α_1 ··· α_i the chance that the draft survives up to it, τ the block efficiency (the extra token counted), c a
 draft step in units of a plain token's time, S the speed-up. Chains only: for a tree τ is `StaticTree.expected_tokens`.
 Source: 2211.17192, section 3. What other texts print wrongly is named where the right form stands.
+
+    python eval/theory.py profile=exponential alpha=0.8 beta=0.95 c=0.1          # tables; conf/theory.yaml
+    python eval/theory.py report=outputs/.../acceptance.json                     # predicted beside measured
 """
 
 from __future__ import annotations
@@ -358,3 +361,10 @@ def predict(
 def _check_rate(name: str, rate: float) -> None:
     if not 0 <= rate <= 1:
         raise UserError(f"An acceptance profile has {name} = {rate}: it must lie between 0 and 1.")
+
+
+if __name__ == "__main__":
+    from conf.compose import main
+    from eval.predictions import job
+
+    main("theory", job)

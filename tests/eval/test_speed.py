@@ -57,6 +57,14 @@ def test_predictions_are_those_of_the_measurement() -> None:
     rounds = 8 / (1 + 3 / 4 + 3 / 4 * 1 / 3)  # of eight emitted tokens, by theory
     assert row["predicted_speedup"] == pytest.approx(1.0 / ((2.0 + rounds * round_s) / 10))
     assert "predicted_speedup" not in summaries([plain])[0]
+    short_stats = DecodingStats.empty(1, 1)  # what it accepted itself is not looked at
+    for _ in range(5):
+        short_stats.add_round(0, np.ones(1), 1, 0, 1, np.zeros(1))
+    short = way("short", [Timed([1] * 6, 9.0, 1.0, 5.0, 2.0, 5, short_stats), Timed([1], 0.5, 0.5, 0.0, 0.0, 0)])
+    short.longest = "drafted"
+    predicted = summaries([plain, drafted, short])[2]["predicted_speedup"]
+    round_s = 0.8 / 8 * 1 + 2.0 / 5 + 0.2 / 4
+    assert predicted == pytest.approx(1.0 / ((1.5 + 5 / (1 + 3 / 4) * round_s) / 7))
 
 
 def test_the_fastest_of_several_turns_counts_and_all_go_first_once() -> None:
