@@ -156,7 +156,7 @@ class StructuredDrafter(nn.Module):
         if self.neural is not None:
             accelerate_drafter(self.neural)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """Logits (..., V) of a law (..., V), which is what this drafter has for a hidden state."""
         return hidden.log()
 
