@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from models.errors import UserError
 from models.sampling import RequestRandom, SamplingParams
 from models.target import Target
+from models.text_drafting import select_texts
 from models.text_drafting import new_tokens
 from models.types import Draft, Probes, TargetFeatures
 from models.vocab import DraftVocab
@@ -100,7 +101,7 @@ class LookaheadState:
 
     def select(self, rows: list[int]) -> None:
         """Keep the requests `rows`, in that order."""
-        self.requests = [self.requests[row] for row in rows]
+        self.requests = select_texts(self.requests, rows)
 
 
 class LookaheadDrafter(nn.Module):
