@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from models.errors import UserError
 from models.sampling import RequestRandom, SamplingParams
 from models.target import Target
-from models.text_drafting import select_texts
-from models.text_drafting import new_tokens
+from models.text_drafting import new_tokens, select_texts
 from models.types import Draft, Probes, TargetFeatures
 from models.vocab import DraftVocab
 
