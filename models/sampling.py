@@ -8,6 +8,8 @@ B batch, M nodes (the pending token and the draft behind it), V vocabulary. Lead
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -215,6 +217,14 @@ class RequestRandom:
             raise ValueError(f"{columns} numbers asked for, but a block holds {self._block}")
         rows = [torch.rand(self._block, generator=stream, dtype=torch.float64) for stream in self._streams]
         return torch.stack(rows)[:, :columns].to(self.device)
+
+    @contextmanager
+    def resting(self, rows: list[int]) -> Iterator[None]:
+        """Leave the streams of `rows` where they are, whatever numbers are taken meanwhile."""
+        states = [self._streams[row].get_state() for row in rows]
+        yield
+        for row, state in zip(rows, states, strict=True):
+            self._streams[row].set_state(state)
 
     def select(self, rows: list[int]) -> None:
         """Keep the streams of `rows`, in that order."""

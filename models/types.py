@@ -51,9 +51,10 @@ class Draft:
 
     A drafter of chains that has less than N tokens to say for a request, or nothing, gives `lengths`: the first
     lengths[b] are meant, and the rest is padding that is neither checked nor counted. Such a length must be fixed
-    before the tokens that it cuts are drawn, by the committed text (look-up: how much followed the match). Given that
-    text the draft is then one of a fixed length, for which verification is exact whatever the length; a length that
-    looked at the value of a token which it cuts would let only some values be tested, and change the output's law.
+    before the tokens that it cuts are drawn, by the committed text (look-up: how much followed the match) or by the
+    draft's tokens before the cut (a low confidence in the last that is kept). Given those the draft is then one of a
+    fixed length, for which verification is exact whatever the length; a length that looked at the value of a token
+    which it cuts would let only some values be tested, and change the output's law.
 
     In a tree of less than was asked for, or none, `lengths` counts the levels that are meant, and padding hangs deeper.
     `probes` are what the drafter wants to know beside.

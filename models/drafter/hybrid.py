@@ -98,8 +98,6 @@ class HybridDrafter(nn.Module):
         super().__init__()
         if not 0 <= ngram_weight <= 1:
             raise UserError(f"drafter.model.ngram_weight is {ngram_weight}: it must lie in [0, 1].")
-        if export is None and neural is None:
-            raise UserError("The hybrid has no neural drafter: give drafter.model.export or drafter.model.neural.")
         SuffixAutomaton(max_match)  # refuses what cannot be
         self.neural, self._model = native.load_or_build(export, neural or {}, target, vocab)
         if not hasattr(self.neural, "expander"):
@@ -149,11 +147,15 @@ class HybridDrafter(nn.Module):
 
         A request that has filled the neural drafter's own context gets a shorter draft, or none.
         """
+        expander = self.expander(state, committed)
+        return draft_chain(expander, self.vocab, num_speculative_tokens, sampling=sampling, random=random)
+
+    def expander(self, state: HybridState, committed: TargetFeatures) -> Expander:
+        """Take in the confirmed rows; the mixture behind them is then told along one chain, token by token."""
         new = new_tokens(committed, [text.started for text in state.texts])
         for text, token_ids in zip(state.texts, new, strict=True):
             text.append(token_ids)
-        expander = _HybridExpander(self, self.neural.expander(state.neural, committed), state.texts)
-        return draft_chain(expander, self.vocab, num_speculative_tokens, sampling=sampling, random=random)
+        return _HybridExpander(self, self.neural.expander(state.neural, committed), state.texts)
 
     def _mixture(self, logits: Tensor, texts: list[NgramText]) -> Tensor:
         """λ · p_ngram + (1 − λ) · p_neural (B, Vd), of the neural drafter's logits (B, Vd)."""

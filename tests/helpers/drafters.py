@@ -106,8 +106,13 @@ class ReplayedRandom:
 
 @contextmanager
 def recorded_logits(drafter: Any) -> Iterator[list[Tensor]]:
-    """Collect what `drafter.logits` returns meanwhile; nothing where the drafter computes none."""
+    """Collect what `drafter.logits` returns meanwhile; nothing where the drafter computes none.
+
+    Of a drafter that leaves drafting to a neural one, that one's are collected.
+    """
     found: list[Tensor] = []
+    if not hasattr(drafter, "logits"):
+        drafter = getattr(drafter, "neural", drafter)
     if not hasattr(drafter, "logits"):
         yield found
         return

@@ -435,6 +435,16 @@ def test_select_keeps_streams_in_the_given_order_and_where_they_were() -> None:
         random.uniform(2)
 
 
+def test_resting_streams_stand_still() -> None:
+    random, others = RequestRandom([1, 2, 3], 2), RequestRandom([1, 2, 3], 2)
+    with random.resting([0, 2]):
+        first = random.uniform(2)
+    assert torch.equal(first, others.uniform(2))
+    now, next_ones = random.uniform(2), others.uniform(2)
+    assert torch.equal(now[[0, 2]], first[[0, 2]])
+    assert torch.equal(now[1], next_ones[1])
+
+
 def test_every_call_takes_a_whole_block() -> None:
     few, many = RequestRandom([0, 1], 4), RequestRandom([0, 1], 4)
     for columns in (1, 0, 4, 2):
