@@ -19,6 +19,7 @@ from models.errors import UserError
 
 ROOT = Path(__file__).parent
 GROUPS_TO_ADD = ("drafter",)  # groups without a default
+_NESTED = ("decode.draft_length",)  # groups within a section, which Hydra chooses from by decode/draft_length=NAME
 
 
 def main(config_name: str, job: Callable[[DictConfig], None]) -> None:
@@ -27,6 +28,7 @@ def main(config_name: str, job: Callable[[DictConfig], None]) -> None:
     A user's mistake ends the process with its sentence and exit code 2; anything unexpected with code 1, and its
     traceback under `debug=true`; an interruption with 130.
     """
+    sys.argv[1:] = _with_choices(sys.argv[1:])
     arguments = [a for a in sys.argv[1:] if not a.startswith("-")]
     try:
         if not {"-m", "--multirun"}.intersection(sys.argv):  # there, a value may be a list of values to try
@@ -70,6 +72,21 @@ def plain(config: DictConfig) -> dict[str, Any]:
         raise UserError(f"The configuration lacks a value: {str(error).splitlines()[0]}.") from error
     assert isinstance(result, dict)
     return {str(key): value for key, value in result.items()}
+
+
+def _with_choices(arguments: list[str]) -> list[str]:
+    """The same, but names that nested groups were given as if they were values are written as choices, and come first.
+
+    A setting of the chosen option may stand before the choice.
+    """
+    chosen, others = [], []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and key in _NESTED and re.match(r"\w", value):
+            chosen.append(f"{key.replace('.', '/')}={value}")
+        else:
+            others.append(argument)
+    return chosen + others
 
 
 def _fail(message: str, code: int) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from engine.choose import verify
+from engine.committed import Unread
+from engine.draft_length import Lengths, Round, policy_for
 from engine.settings import DecodeSettings
 from engine.stats import DecodingStats
 from engine.stopping import StopStrings
 from engine.verify import Verdict
 from models import tree
 from models.cache import KVCache
+from models.chain_drafting import StopRule, draft_chain
 from models.errors import UserError
 from models.sampling import RequestRandom, adjust, check_vocabulary, draw, probabilities, seen_at_nodes, seen_tokens
 from models.target import Target
@@ -104,6 +108,8 @@ def check_settings(target: Target, drafter: Drafter | None, settings: DecodeSett
         raise UserError(f"Stop strings need text, but target {target.name!r} has no tokenizer.")
     if settings.tree is not None and drafter is not None and not hasattr(drafter, "propose_tree"):
         raise UserError(f"{type(drafter).__name__} drafts chains only: leave decode.tree out.")
+    if drafter is not None:
+        policy_for(settings.draft_length, drafter).check(drafter)
 
 
 def check_prompts(target: Target, prompts: Iterable[list[int]]) -> None:
@@ -148,8 +154,12 @@ class _Batch:
         self.seconds = Seconds()
         self.cache: KVCache
         self.state: DraftState | None = None
+        self.lengths = Lengths()
+        if drafter is not None and settings.tree is None:
+            policy = policy_for(settings.draft_length, drafter)
+            self.lengths = policy.start(len(prompts), self.depth, drafter)
         self.pending: Tensor  # (B,) emitted tokens that the target has not read yet
-        self.committed: TargetFeatures
+        self.unread = Unread()  # of the drafter
         self.seen: Tensor | None = None  # (B, V) tokens of the committed text, where a penalty needs them
         if settings.sampling.needs_seen:
             self.seen = seen_tokens(prompts, target.vocab_size, target.device)
@@ -174,17 +184,19 @@ class _Batch:
             self.pending = draw(probabilities(logits, self.settings.sampling), self.random.uniform(1)[:, 0])
         following = torch.cat([ids[:, 1:], ids[:, :1]], dim=1)
         following[rows, last] = self.pending
-        self.committed = TargetFeatures(ids, following, out.hidden, lengths)
         if self.drafter is not None:
+            self.unread.add(TargetFeatures(ids, following, out.hidden, lengths))
             self.state = self.drafter.new_state(len(self.prompts), self.cache.capacity + self.settings.draft_rows + 1)
         first = [self._until_stop(r, [token]) for r, token in enumerate(self.pending.tolist())]
         self._emit(first, accepted=[0] * len(self.prompts))
 
     def round(self) -> None:
         """Draft for every running request, check the drafts in one target pass, and commit what was accepted."""
-        limits = [min(self.depth, self.room[r] - len(self.answers[r]) - 1) for r in self.requests]
+        room = [min(self.depth, self.room[r] - len(self.answers[r]) - 1) for r in self.requests]
         started = time.perf_counter()
-        draft = self._draft(max(limits))
+        limits = self.lengths.ask(self.requests, room)
+        draft = self._draft(limits, resting=[row for row, most in enumerate(room) if most > limits[row] == 0])
+        drawn = draft.token_ids.shape[1]
         if draft.lengths is not None:  # what is not meant is neither checked nor counted
             limits = [min(pair) for pair in zip(limits, draft.lengths.tolist(), strict=True)]
             draft = _meant(draft, max(limits))
@@ -204,6 +216,7 @@ class _Batch:
         self.seconds.draft += drafted - started
         self.seconds.verify += checked - drafted
         accepted = [int(row[0]) for row in read]
+        self.lengths.after(Round(self.requests, limits, accepted, drawn, checked - started))
         counts = torch.tensor(accepted) + 1
         self.cache.commit(counts, path)
         if choices is not None:
@@ -211,7 +224,8 @@ class _Batch:
             prober.observe(self.state, choices)
         if path is not None and hidden is not None:
             hidden = hidden.gather(1, path[..., None].expand(-1, -1, hidden.shape[-1]))
-        self.committed = TargetFeatures(tokens, following, hidden, counts)
+        if self.drafter is not None:
+            self.unread.add(TargetFeatures(tokens, following, hidden, counts))
         self.pending = verdict.extra_token
         self._emit([self._count(row, request) for row, request in zip(read, self.requests, strict=True)], accepted)
 
@@ -255,29 +269,40 @@ class _Batch:
         self.stopped[request] = end is not None or found is not None
         return tokens[: end if found is None else found]
 
-    def _draft(self, num_tokens: int) -> Draft:
+    def _draft(self, limits: list[int], resting: list[int]) -> Draft:
+        """Draft up to `limits` tokens; the random streams of rows that are `resting` stand still, as they would alone.
+
+        Where no request drafts the drafter is left alone, and reads what it has missed before the next draft.
+        """
+        num_tokens = max(limits)
         if self.drafter is None or self.state is None or num_tokens == 0:
             nothing = self.pending.new_zeros(len(self.pending), 0)
             return Draft(nothing, nothing, None)
-        settings = self.settings
-        if settings.tree is not None:
-            drafter: Any = self.drafter  # `generate` has seen to it that it drafts trees
-            tree_draft: Draft = drafter.propose_tree(
+        settings, drafter = self.settings, self.drafter
+        drafting: Any = drafter  # `generate` has seen to it that it can do what the settings ask for
+        with self.draft_random.resting(resting) if resting else nullcontext():
+            if settings.tree is not None:
+                tree_draft: Draft = drafting.propose_tree(
+                    self.state,
+                    self.unread.take(),
+                    shape=settings.tree,
+                    children=settings.children,
+                    sampling=settings.sampling,
+                    random=self.draft_random,
+                )
+                return tree_draft
+            rule: StopRule | None = self.lengths.rule(self.requests, limits)
+            if rule is not None:
+                expander = drafting.expander(self.state, self.unread.take())
+                options: Any = {"sampling": settings.sampling, "random": self.draft_random}
+                return draft_chain(expander, drafting.vocab, num_tokens, **options, stop=rule)
+            return drafter.propose(
                 self.state,
-                self.committed,
-                shape=settings.tree,
-                children=settings.children,
+                self.unread.take(),
+                num_speculative_tokens=num_tokens,
                 sampling=settings.sampling,
                 random=self.draft_random,
             )
-            return tree_draft
-        return self.drafter.propose(
-            self.state,
-            self.committed,
-            num_speculative_tokens=num_tokens,
-            sampling=settings.sampling,
-            random=self.draft_random,
-        )
 
     def _verify(self, logits: Tensor, nodes: Tensor, parents: Tensor | None, draft: Draft, limits: Tensor) -> Verdict:
         """Check a draft by the target's logits (B, 1 + N, V) at the pending token and the draft's."""
@@ -317,14 +342,7 @@ class _Batch:
             self.seen = self.seen[rows]
         if self.state is not None:
             self.state.select(rows)
-        c = self.committed
-        self.committed = replace(
-            c,
-            token_ids=c.token_ids[rows],
-            next_token_ids=c.next_token_ids[rows],
-            hidden=None if c.hidden is None else c.hidden[rows],
-            lengths=c.lengths[rows],
-        )
+        self.unread.select(rows)
 
 
 def _meant(draft: Draft, num_tokens: int) -> Draft:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from engine.draft_length import read_policy
 from engine.settings import DecodeSettings
 from models.errors import UserError
 from models.sampling import SamplingParams
@@ -45,6 +46,7 @@ def decode_settings(
         tree=read_tree(decode["tree"]),
         children=decode["children"],
         verification=decode["verification"],
+        draft_length=read_policy(decode["draft_length"]),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.draft_length import DraftLength, Fixed
 from models.errors import UserError
 from models.sampling import SamplingParams
 from models.tree import DynamicTree, StaticTree
@@ -19,7 +20,9 @@ class DecodeSettings:
     `stop_token_ids` None means the target's own; `stop_strings` end an answer with the token that completes one.
     `seed` starts each request's stream. With a `tree` that is what is drafted, in place of a chain of
     `num_speculative_tokens`; `children` is how a static tree's are chosen where sampling (`choose_children`).
-    `verification` is "token" or, for chains, "block", both lossless; "typical" acceptance is not.
+    `draft_length` says how many tokens of a chain are drafted, that many at most; None leaves it to the drafter, which
+    may have a predictor of its own, and else drafts them all. `verification` is "token" or, for chains, "block", both
+    lossless; "typical" acceptance is not.
     """
 
     max_new_tokens: int = 128
@@ -31,6 +34,7 @@ class DecodeSettings:
     tree: StaticTree | DynamicTree | None = None
     children: str = "top"
     verification: str = "token"
+    draft_length: DraftLength | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -42,6 +46,9 @@ class DecodeSettings:
             raise UserError(f"decode.verification is {self.verification!r}: choose {', '.join(VERIFICATIONS)}.")
         if self.verification == "block" and self.tree is not None:
             raise UserError("Block verification is for chains: leave decode.tree out, or use verification=token.")
+
+        if self.tree is not None and not isinstance(self.draft_length, Fixed | None):
+            raise UserError(f"decode.draft_length={self.draft_length} is for chains: leave it or decode.tree out.")
 
     @property
     def num_nodes(self) -> int:

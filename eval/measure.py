@@ -13,6 +13,7 @@ from torch import Tensor
 from data.answers import context_ids
 from data.progress import Progress
 from data.prompts import Prompt
+from engine.draft_length import policy_for
 from engine.loop import Generation, check_prompts, generate
 from engine.options import describe_tree
 from engine.settings import DecodeSettings
@@ -135,6 +136,7 @@ class Measurement:
             "num_speculative_tokens": self.settings.depth,
             "num_nodes": self.settings.num_nodes,
             "tree": describe_tree(self.settings.tree),
+            "draft_length": "auto" if self.settings.draft_length is None else self.settings.draft_length.describe(),
             "verification": self.settings.verification,
             "lossless": self.settings.lossless,
             "acceptance_rate": s.acceptance_rate,
@@ -197,6 +199,8 @@ def measure(
     """
     contexts = [context_ids(target, prompt) for prompt in prompts]
     check_prompts(target, contexts)
+    if settings.tree is None:
+        settings = replace(settings, draft_length=policy_for(settings.draft_length, drafter))
     result = Measurement.empty(settings, [p.category for p in prompts])
     for warm in (None, drafter):  # first calls allocate and choose kernels
         generate(target, contexts[:1], replace(settings, max_new_tokens=8), warm)

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from engine.draft_length import Fixed
 from eval.measure import Measurement
 from models.files import replacing
 
@@ -54,7 +55,7 @@ def _overview(measured: Named) -> Table:
         table.add_row(
             name if s["lossless"] else f"{name} (lossy)",
             f"{s['temperature']:g}",
-            str(s["num_speculative_tokens"]) if m.settings.tree is None else f"{s['num_nodes']} in a tree",
+            _drafted(m),
             f"{s['expected_acceptance_rate']:.3f}",
             _with_interval(s, "acceptance_rate"),
             " ".join(f"{x:.2f}" for x in s["conditional_acceptance"]),
@@ -63,6 +64,14 @@ def _overview(measured: Named) -> Table:
             f"{s['predicted_speedup']:.2f}",
         )
     return table
+
+
+def _drafted(m: Measurement) -> str:
+    """How many tokens are drafted, and the policy that says so where it is not a fixed number."""
+    if m.settings.tree is not None:
+        return f"{m.settings.num_nodes} in a tree"
+    fixed = isinstance(m.settings.draft_length, Fixed | None)
+    return f"{m.settings.depth}" if fixed else f"≤{m.settings.depth}, {m.settings.draft_length}"
 
 
 def _by_category(measured: Named) -> Table:

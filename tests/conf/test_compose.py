@@ -34,6 +34,22 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["+drafter=eagle", "trainer=gpu"], "trainer=gpu, but torch finds no CUDA device: use trainer=cpu."),
         (["+drafter=eagle", "drafter.training.regression=l1"], "choose mse or smooth_l1"),
         (["+drafter=eagle", "+drafter.model.layers=2"], "takes no argument 'layers'. Did you mean 'num_layers'?"),
+        (
+            ["+drafter=eagle", "decode.draft_length=windw"],
+            "decode/draft_length 'windw' does not exist. Did you mean 'window'? Choose one of: auto, confidence,",
+        ),
+        (
+            ["+drafter=eagle", "decode.draft_length.hig=1", "decode.draft_length=window"],
+            "There is no setting 'decode.draft_length.hig'. Did you mean 'decode.draft_length.high'?",
+        ),
+        (
+            ["+drafter=eagle", "decode.draft_length=window", "decode.draft_length.high=1.5"],
+            "decode.draft_length.high is 1.5: it must be a number from 0 to 1.",
+        ),
+        (
+            ["+drafter=suffix", "decode.draft_length=entropy"],
+            "but SuffixDrafter draws no chain from laws: choose fixed",
+        ),
         (["+drafter=eagle", "data=self_synthesis"], "Target 'tiny' has no chat template"),
         (["+drafter=eagle", "data=file", "data.source.path=no.jsonl"], "Cannot read the prompt file 'no.jsonl'"),
     ],

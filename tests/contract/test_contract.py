@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.beam import beam_search
 from engine.beam_step import BeamSettings
+from engine.draft_length import POLICIES
 from engine.loop import generate
 from engine.settings import DecodeSettings
 from models.checkpoint import native
@@ -106,6 +107,23 @@ def test_1_greedy_with_a_trained_drafter(
         made = generate(target, known, settings(num_speculative_tokens), drafter)
         assert made.token_ids == expected
         assert 0 < made.stats.acceptance_rate < 1
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_1_greedy_with_every_draft_length_policy(
+    name: str, target: Target, drafter: Any, start: Any, plain: Any
+) -> None:
+    """Policies that read laws refuse a drafter that has none."""
+    policy = POLICIES[name]()
+    decode = replace(settings(4), draft_length=policy)
+    try:
+        policy.check(drafter)
+    except UserError:
+        assert policy.reads_laws
+        with pytest.raises(UserError, match=f"decode.draft_length={name}"):
+            generate(target, start, decode, drafter)
+        return
+    assert generate(target, start[:4], decode, drafter).token_ids == plain[:4]
 
 
 # 2. The sampled joint law is the target's.

@@ -168,7 +168,7 @@ def test_what_does_not_go_together_is_refused(target: Target) -> None:
 OPTIONS: dict[str, Any] = {
     "num_speculative_tokens": None, "max_new_tokens": 9, "top_k": 3, "top_p": 0.9, "min_p": 0.1,
     "repetition_penalty": 1.2, "logit_bias": {5: -1}, "stop": "END", "tree": {"depth": 2, "top_k": 2, "num_nodes": 4},
-    "children": "top", "verification": "token",
+    "children": "top", "verification": "token", "draft_length": "auto",
 }  # fmt: skip
 
 

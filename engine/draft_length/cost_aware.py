@@ -1,0 +1,160 @@
+"""Drafts on while the tokens that it gains are worth more than the time that it takes.
+
+B batch, Vd draft vocabulary, N drafted tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.draft_length.costs import Array, RoundCosts, Worth, best_gain
+from engine.draft_length.policy import DraftLength, Lengths, Round, check_number
+from models.chain_drafting import StopRule
+from models.types import Drafter
+
+_FIRST_ROUNDS = 2  # timed of every length, before costs are believed
+
+
+@dataclass(frozen=True)
+class CostAware(DraftLength):
+    """Draws one token more while some number of further ones is expected to earn its time; see `costs.best_gain`.
+
+    What a round costs is timed by length, acceptance is estimated from the drafter's confidence as rounds that were
+    verified calibrate it, and both are kept from run to run for as long as this object lives. Of the time, one part in
+    `explore` at most goes to lengths that were timed least. A batch draws or stops together, since a step costs the
+    same for all. With `cost`, a draft step over a target step, nothing is timed and drafts can be repeated.
+    """
+
+    name: ClassVar[str] = "cost_aware"
+    reads_laws: ClassVar[bool] = True
+    cost: float | None = None
+    explore: int = 64
+    memory: float = 0.99
+    _known: dict[int, _Known] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.cost is not None:
+            check_number("cost", self.cost, 0)
+        check_number("explore", self.explore, 2, whole=True)
+        check_number("memory", self.memory, 0, 1)
+
+    def start(self, num_requests: int, most: int, drafter: Drafter) -> Lengths:
+        """Go on with what is known of drafts of at most `most` tokens."""
+        return _CostAwareLengths(self._known.setdefault(most, _Known(self, most)))
+
+    def describe(self) -> dict[str, Any]:
+        """Its settings, without what it has learnt."""
+        return {"policy": self.name, "cost": self.cost, "explore": self.explore, "memory": self.memory}
+
+
+class _Known:
+    """What is learnt for drafts of one greatest length: costs and rates by the number of requests, worth for all."""
+
+    def __init__(self, policy: CostAware, most: int) -> None:
+        self._policy, self._most = policy, most
+        self.worth = Worth(most, policy.memory)
+        self._by_size: dict[int, _Pace] = {}
+
+    def pace(self, num_requests: int) -> _Pace:
+        """Of batches of about this size: 1, 2, 3 to 4, 5 to 8, ..."""
+        size = (num_requests - 1).bit_length()
+        return self._by_size.setdefault(size, _Pace(self._policy, self._most))
+
+
+class _Pace:
+    """How long rounds take, and how many tokens they bring per unit of cost."""
+
+    def __init__(self, policy: CostAware, most: int) -> None:
+        self._policy, self.costs = policy, RoundCosts(most, policy.cost)
+        self._tokens, self._cost = 0.0, 0.0
+        self._unexplored = 0.0  # cost of the rounds since the last that tried a length
+
+    def forced(self) -> int | None:
+        """The length that this round has to try, if any."""
+        if self._policy.cost is not None:
+            return None
+        length = self.costs.least_known()
+        if self.costs.counts[length] < _FIRST_ROUNDS:
+            return length
+        return length if self._unexplored >= self._policy.explore * self.costs.table()[length] else None
+
+    def rate(self, num_requests: int) -> float:
+        """Tokens per unit of cost; of plain decoding, before anything is known."""
+        return self._tokens / self._cost if self._cost else num_requests / self.costs.table()[0]
+
+    def after(self, made: Round, timed: bool) -> None:
+        """Take in a round."""
+        forced = self.forced() is not None
+        if timed and self._policy.cost is None:
+            self.costs.add(made.drawn, made.seconds)
+        if timed or self._policy.cost is not None:
+            self._tokens = self._policy.memory * self._tokens + sum(made.accepted) + len(made.accepted)
+            cost = self.costs.table()[made.drawn]
+            self._cost = self._policy.memory * self._cost + cost
+            self._unexplored = 0.0 if forced else self._unexplored + cost
+
+
+class _CostAwareLengths(Lengths):
+    def __init__(self, known: _Known) -> None:
+        self._known = known
+        self._rule: _CostAwareRule | None = None
+        self._caught_up = False  # the drafter's first draft reads the prompt as well, and is no measure
+
+    def ask(self, requests: list[int], limits: list[int]) -> list[int]:
+        self._rule = None
+        pace, worth = self._known.pace(len(requests)), self._known.worth
+        forced = pace.forced()
+        if forced is not None:
+            return [min(limit, forced) for limit in limits]
+        costs, rate = pace.costs.table(), pace.rate(len(requests))
+        gain = best_gain(np.ones(len(limits)), np.array(limits), 0, worth.by_depth(), costs, rate)
+        return limits if gain > 0 else [0] * len(limits)
+
+    def rule(self, requests: list[int], limits: list[int]) -> StopRule:
+        pace = self._known.pace(len(requests))
+        if pace.forced() is not None:
+            self._rule = _CostAwareRule(self._known.worth, limits, None, 0.0)
+        else:
+            self._rule = _CostAwareRule(self._known.worth, limits, pace.costs.table(), pace.rate(len(requests)))
+        return self._rule
+
+    def after(self, made: Round) -> None:
+        worth, rule = self._known.worth, self._rule
+        worth.fade()
+        for row, (drafted, accepted) in enumerate(zip(made.drafted, made.accepted, strict=True)):
+            if rule is not None and drafted:
+                worth.add(rule.confidence(row), accepted, drafted)
+        self._known.pace(len(made.requests)).after(made, self._caught_up or not made.drawn)
+        self._caught_up |= made.drawn > 0
+
+
+class _CostAwareRule:
+    """Never ends a chain without `costs`."""
+
+    def __init__(self, worth: Worth, limits: list[int], costs: list[float] | None, rate: float) -> None:
+        self.limits, self._worth, self._costs, self._rate = limits, worth, costs, rate
+        self._by_depth = worth.by_depth()
+        self._survival = np.ones(len(limits))
+        self._confidence: list[Array] = []  # (B,) of each depth
+
+    def confidence(self, row: int) -> Array:
+        """The chances that a request's tokens were drawn with: (N,)."""
+        return np.array([chances[row] for chances in self._confidence])
+
+    def draws(self, law: Tensor) -> Tensor:
+        return torch.ones(len(law), dtype=torch.bool)
+
+    def goes_on(self, chance: Tensor) -> Tensor:
+        confidence = chance.double().cpu().numpy()
+        self._confidence.append(confidence)
+        going = True
+        if self._costs is not None:
+            self._survival = self._survival * self._worth.chance(confidence)
+            depth, most = len(self._confidence), np.array(self.limits)
+            going = best_gain(self._survival, most, depth, self._by_depth, self._costs, self._rate) > 0
+        return torch.full((len(chance),), going, dtype=torch.bool)

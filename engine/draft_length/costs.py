@@ -1,0 +1,103 @@
+"""What a round costs by the length of its draft, and what a drafted token is worth: both learnt while rounds run."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+_BINS = 10
+_PRIOR = 4.0  # tokens that the drafter's own confidence counts for in a bin, beside those that were tested
+
+
+class RoundCosts:
+    """Seconds of a round by how many tokens were drawn, 0 to `most`, from rounds that were timed.
+
+    A length costs the lower median of its last rounds. Between lengths that were timed lies a straight line; a longer
+    draft never costs less, and what a shorter one is said to take is corrected downwards, since what disturbs a clock
+    makes it late. With a given `draft_cost`, in target steps, nothing is measured: a round costs 1 + draft_cost · n.
+    """
+
+    def __init__(self, most: int, draft_cost: float | None, keep: int = 16) -> None:
+        self._draft_cost = draft_cost
+        self._timed: list[deque[float]] = [deque(maxlen=keep) for _ in range(most + 1)]
+        self.counts = [0] * (most + 1)
+
+    def add(self, drawn: int, seconds: float) -> None:
+        """Take in a round that was timed."""
+        self._timed[drawn].append(seconds)
+        self.counts[drawn] += 1
+
+    def least_known(self) -> int:
+        """The length that was timed least often, the longest of several."""
+        return max(range(len(self.counts)), key=lambda n: (-self.counts[n], n))
+
+    def table(self) -> list[float]:
+        """The cost of a round with 0, 1, .. drawn tokens. Raises ValueError where nothing was timed."""
+        if self._draft_cost is not None:
+            return [1 + self._draft_cost * n for n in range(len(self._timed))]
+        known = [n for n, times in enumerate(self._timed) if times]
+        if not known:
+            raise ValueError("no round was timed")
+        medians = [sorted(self._timed[n])[(len(self._timed[n]) - 1) // 2] for n in known]
+        costs = np.interp(range(len(self._timed)), known, medians)
+        return np.minimum.accumulate(costs[::-1])[::-1].tolist()
+
+
+class Worth:
+    """Chances of acceptance: of a drawn token by the drafter's confidence in it, and of the next ones by their depth.
+
+    Counts fade by `memory` a round, so that they follow the text. Only tested tokens count.
+    """
+
+    def __init__(self, most: int, memory: float) -> None:
+        self._memory = memory
+        self._by_chance = np.zeros((2, _BINS))  # accepted, tested
+        self._by_depth = np.zeros((2, most))
+
+    def chance(self, confidence: Array) -> Array:
+        """The chance that a token drawn with this confidence is accepted, once it is tested."""
+        bins = self._bins(confidence)
+        accepted, tested = self._by_chance[:, bins]
+        return np.asarray((accepted + _PRIOR * confidence) / (tested + _PRIOR))
+
+    def by_depth(self) -> Array:
+        """The chance (N,) that the token at each depth is accepted, once it is tested and before it is drawn."""
+        accepted, tested = self._by_depth
+        return np.asarray((accepted + 0.5) / (tested + 1.0))
+
+    def fade(self) -> None:
+        """A round has begun."""
+        self._by_chance *= self._memory
+        self._by_depth *= self._memory
+
+    def add(self, confidence: Array, accepted: int, drafted: int) -> None:
+        """Count a request's draft: `accepted` of `drafted` tokens, drawn with this confidence (N,)."""
+        tested = min(accepted + 1, drafted)
+        bins = self._bins(confidence[:tested])
+        for depth in range(tested):
+            for counts in (self._by_chance[:, bins[depth]], self._by_depth[:, depth]):
+                counts += (depth < accepted, 1)
+
+    @staticmethod
+    def _bins(confidence: Array) -> NDArray[np.int64]:
+        return np.minimum((confidence * _BINS).astype(np.int64), _BINS - 1)
+
+
+def best_gain(survival: Array, limits: Array, depth: int, by_depth: Array, costs: list[float], rate: float) -> float:
+    """What drawing on behind `depth` tokens is worth at best, in tokens.
+
+    Of every number j of further tokens: those expected of all requests, Σ_b P_b Σ_{i≤j} Π a, less what the added time
+    earns at `rate` tokens per unit of cost. survival (B,) is P_b, limits (B,) the most tokens of each request, by_depth
+    (N,) the chances a of tokens not drawn yet. So one more is drawn iff it survives with more than cost · rate, where
+    the rate is that of all rounds: what the time would bring elsewhere (the marginal value theorem).
+    """
+    gained, best, going = 0.0, float("-inf"), survival
+    for length in range(depth + 1, len(costs)):
+        going = going * by_depth[length - 1]
+        gained += float(going[limits >= length].sum())
+        best = max(best, gained - rate * (costs[length] - costs[depth]))
+    return best
