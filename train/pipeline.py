@@ -85,7 +85,7 @@ def rehearse(options: Options, target: Target, run: Path) -> None:
         module.configure_optimizers()
         _trainer(options, target, run, callbacks=[])
     elif any(True for _ in drafter.parameters()) and not getattr(drafter, "pretrained", False):
-        why = "is null" if module is None else "only counts"
+        why = "is null" if module is None else "trains no weights that draft"
         raise UserError(
             f"drafter.training {why}, and the weights of drafter {options['drafter']['name']!r} would be random: name "
             "a folder with trained ones where it reads one (drafter.model.name_or_path=FOLDER or "

@@ -79,5 +79,7 @@ def test_a_drafter_that_cannot_count_is_refused_at_once(tmp_path: Path, monkeypa
 
 def test_counting_leaves_no_weights_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "prepare_data", lambda *args: pytest.fail("the long work has begun"))
-    with pytest.raises(UserError, match=r"drafter\.training only counts, and the weights of drafter '\w+' would be"):
+    with pytest.raises(
+        UserError, match=r"drafter\.training trains no weights that draft, and the weights of drafter '\w+' would be"
+    ):
         pipeline.run_job(composed("+drafter=hybrid"), tmp_path / "run")
