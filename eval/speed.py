@@ -41,6 +41,11 @@ class Timed:
     rounds: float = float("nan")
     stats: DecodingStats | None = None
 
+    @property
+    def drafted_tokens(self) -> float:
+        """How many tokens were drafted."""
+        return float("nan") if self.stats is None else float(self.stats.drafted.sum())
+
 
 @dataclass(slots=True)
 class Way:
@@ -81,7 +86,7 @@ def job(config: DictConfig) -> None:
     if settings.sampling.adjusts or settings.stop_strings or settings.max_new_tokens < 2:
         raise UserError("Speed is compared without penalty, bias and stop strings, on answers of 2 tokens or more.")
     ways = [
-        Way("plain", _ours(target, None, settings), baseline="transformers"),
+        Way("plain", our_engine(target, None, settings), baseline="transformers"),
         Way("transformers", _transformers(theirs, settings.max_new_tokens, {})),
     ]
     for name, folder, export in zip(unique_names(folders, [e.name for e in exports]), folders, exports, strict=True):
@@ -89,7 +94,7 @@ def job(config: DictConfig) -> None:
     prompts = prompt_set(options["prompts"], target, options["num_prompts"], options["seed"])
     with Progress("timing", len(prompts)) as progress:
         for index, prompt in enumerate(prompts):
-            _in_turns(ways, context_ids(target, prompt), options["repeats"], index)
+            in_turns(ways, context_ids(target, prompt), options["repeats"], index)
             progress.advance(1)
     report = {"config": options, "ways": summaries(ways), "passes": passes(target), "provenance": provenance()}
     print_report(report)
@@ -127,11 +132,12 @@ def _ways_of_export(
         same = native.load(folder, theirs).transformers_options(settings.num_speculative_tokens)
         found.append(Way(f"transformers, {name}", _transformers(theirs, settings.max_new_tokens, same)))
     accelerate_drafter(drafter)
-    ours = Way(name, _ours(target, drafter, settings), baseline=found[0].name if found else None)
+    ours = Way(name, our_engine(target, drafter, settings), baseline=found[0].name if found else None)
     return [ours, *found]
 
 
-def _ours(target: Target, drafter: Any, settings: DecodeSettings) -> Answer:
+def our_engine(target: Target, drafter: Any, settings: DecodeSettings) -> Answer:
+    """Our engine, plain or with a drafter, one request at a time."""
     from engine.loop import generate
 
     def answer(context: list[int]) -> Timed:
@@ -166,7 +172,7 @@ def _transformers(target: Target, max_new_tokens: int, options: dict[str, Any]) 
     return answer
 
 
-def _in_turns(ways: list[Way], context: list[int], repeats: int, index: int) -> None:
+def in_turns(ways: list[Way], context: list[int], repeats: int, index: int) -> None:
     """Let every way answer, each time in another order; of each way the fastest answer is kept."""
     best: dict[int, Timed] = {}
     for repeat in range(repeats):
@@ -322,10 +328,10 @@ def print_report(report: dict[str, Any]) -> None:
     for column in ("", "τ", "draft ms", "verify ms", "other ms", "other", "bound", "reached"):
         parts.add_column(column, justify="right" if column else "left")
     for row in report["ways"]:
-        over = _interval(row["speedup_over_baseline"]) if "baseline" in row else ""
+        over = interval(row["speedup_over_baseline"]) if "baseline" in row else ""
         identical = f"{row['identical_to_plain']} of {row['prompts']}"
         predicted = f"{row['predicted_speedup']:.2f}" if "predicted_speedup" in row else ""
-        plainly = _interval(row["speedup_over_plain"])
+        plainly = interval(row["speedup_over_plain"])
         speeds.add_row(row["name"], f"{row['tokens_per_s']:.1f}", plainly, predicted, over, identical)
         if "draft_ms" in row:
             numbers = [f"{row[key]:.2f}" for key in ("block_efficiency", "draft_ms", "verify_ms", "other_ms")]
@@ -354,7 +360,8 @@ def print_report(report: dict[str, Any]) -> None:
     )
 
 
-def _interval(values: tuple[float, float, float]) -> str:
+def interval(values: tuple[float, float, float]) -> str:
+    """A ratio and its interval, for a table."""
     return f"{values[0]:.2f} [{values[1]:.2f}, {values[2]:.2f}]"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.stats import DecodingStats
-from eval.speed import Timed, Way, _in_turns, passes, ratio, summaries
+from eval.speed import Timed, Way, in_turns, passes, ratio, summaries
 from models.target import Target
 
 
@@ -79,7 +79,7 @@ def test_the_fastest_of_several_turns_counts_and_all_go_first_once() -> None:
         return Way(name, answer)
 
     ways = [made("a"), made("b"), made("c")]
-    _in_turns(ways, [7], repeats=2, index=1)
+    in_turns(ways, [7], repeats=2, index=1)
     assert order == ["b", "c", "a", "c", "a", "b"]
     assert [w.answers[0].total_s for w in ways] == [2.0, 5.0, 1.0]
 
