@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from models.drafter import accelerate_drafter, neural_part
+from models.checkpoint import native
+from models.drafter import accelerate_drafter
 from models.errors import UserError
 from models.length_predictor import LengthPredictor
 from models.sampling import RequestRandom, SamplingParams
@@ -23,7 +24,7 @@ from models.vocab import DraftVocab
 class DraftLengthDrafter(nn.Module):
     """The drafter in the folder `export`, or the one that `neural` describes, and a predictor for its drafts.
 
-    Raises UserError for a drafter that draws no chains from laws.
+    Raises UserError without both, and for a drafter that draws no chains from laws.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class DraftLengthDrafter(nn.Module):
         export: str | None = None,
     ) -> None:
         super().__init__()
-        self._model, self.neural = neural_part(target, vocab, neural, export)
+        if export is None and neural is None:
+            raise UserError("There is no neural drafter: give drafter.model.export or drafter.model.neural.")
+        self.neural, self._model = native.load_or_build(export, neural or {}, target, vocab)
         if not hasattr(self.neural, "expander"):
             raise UserError(
                 f"{type(self.neural).__name__} draws no chains from laws, which the predictor of lengths reads."

@@ -98,6 +98,8 @@ class HybridDrafter(nn.Module):
         super().__init__()
         if not 0 <= ngram_weight <= 1:
             raise UserError(f"drafter.model.ngram_weight is {ngram_weight}: it must lie in [0, 1].")
+        if export is None and neural is None:
+            raise UserError("The hybrid has no neural drafter: give drafter.model.export or drafter.model.neural.")
         SuffixAutomaton(max_match)  # refuses what cannot be
         self.neural, self._model = native.load_or_build(export, neural or {}, target, vocab)
         if not hasattr(self.neural, "expander"):

@@ -228,7 +228,7 @@ def test_an_export_is_mixed_and_exported_whole(
     ("arguments", "sentence"),
     [
         ({"neural": EAGLE, "ngram_weight": 1.5}, r"ngram_weight is 1.5: it must lie in \[0, 1\]"),
-        ({}, "There is no neural drafter"),
+        ({}, "The hybrid has no neural drafter"),
         ({"neural": EAGLE, "max_match": 0}, "max_match is 0"),
         ({"neural": {"_target_": "models.drafter.suffix.SuffixDrafter"}}, "SuffixDrafter cannot be mixed"),
         ({"neural": EAGLE | {"layers": 2}}, "takes no argument 'layers'"),
