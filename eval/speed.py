@@ -126,7 +126,7 @@ def _ways_of_export(
         chains = [replace(settings, num_speculative_tokens=length) for length in lengths]
         names = [f"{name}, {length} tokens" for length in lengths]
         last = names[lengths.index(max(lengths))]
-        return [Way(n, _ours(target, drafter, c), longest=last) for n, c in zip(names, chains, strict=True)]
+        return [Way(n, our_engine(target, drafter, c), longest=last) for n, c in zip(names, chains, strict=True)]
     found = []
     if hasattr(drafter, "transformers_options"):
         same = native.load(folder, theirs).transformers_options(settings.num_speculative_tokens)

@@ -11,6 +11,7 @@ import torch
 
 from conf.compose import ROOT, plain
 from engine.draft_length import POLICIES, Confidence, CostAware, Entropy, Fixed, Window
+from engine.stats import DecodingStats
 from eval import draft_length
 from eval.draft_length import all_ways, print_report, summaries
 from eval.speed import Timed, Way
@@ -25,7 +26,9 @@ EAGLE = {"_target_": "models.drafter.eagle.EagleDrafter"}
 
 def way(name: str, seconds: list[float], rounds: float = 2, drafted: float = 3) -> Way:
     """Answers of 4 tokens each."""
-    answers = [Timed([1, 2, 3, 4], s, rounds=rounds, drafted_tokens=drafted) for s in seconds]
+    stats = DecodingStats.empty(1, 1)
+    stats.drafted[0, 0] = drafted
+    answers = [Timed([1, 2, 3, 4], s, rounds=rounds, stats=stats) for s in seconds]
     return Way(name, lambda context: answers[0], None, answers)
 
 
