@@ -7,11 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from conf.compose import plain
 from eval.theory import (
     Constant,
     Decay,
@@ -32,9 +30,9 @@ from models.errors import UserError
 _LONGEST = 64  # drafts are looked at up to that length for the best one
 
 
-def job(config: DictConfig) -> None:
+def job(options: dict[str, Any]) -> None:
     """Print the table of a profile, or of each result in a report."""
-    options, console = plain(config), Console(width=132 if not Console().is_terminal else None)
+    console = Console(width=132 if not Console().is_terminal else None)
     if options["report"] is not None:
         for result in read_report(Path(options["report"])):
             print_result(result, console)

@@ -364,7 +364,7 @@ def _check_rate(name: str, rate: float) -> None:
 
 
 if __name__ == "__main__":
-    from conf.compose import main
+    from conf.compose import main, plain
     from eval.predictions import job
 
-    main("theory", job)
+    main("theory", lambda config: job(plain(config)))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from conf.compose import ROOT
+from conf.compose import ROOT, plain
 from engine.settings import DecodeSettings
 from eval.acceptance import write_report
 from eval.measure import Measurement
@@ -23,7 +23,7 @@ from models.errors import UserError
 
 def printed(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
-        job(hydra.compose("theory", overrides=list(overrides)))
+        job(plain(hydra.compose("theory", overrides=list(overrides))))
     return capsys.readouterr().out
 
 
