@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from models import tree
 from models.sampling import RequestRandom, SamplingParams, draw, probabilities
@@ -55,8 +55,8 @@ def draft_chain(
 ) -> Draft:
     """Draw N tokens one behind the other, each from the law that the drafter tells behind those before it.
 
-    A request that the expander has no room for gets a shorter chain, or none. With a rule when to `stop`, N is only the
-    most: as many tokens are drawn as the longest chain has, and the host waits for the device at each of them.
+    A request that the expander has no room for gets a shorter chain, or none; what no request has room for is padding
+    that costs nothing. With a rule when to `stop`, N is only the most: as many tokens are drawn as the longest chain has, and the host waits for the device at each of them.
     """
     lengths = _limits(expander.room, None if stop is None else torch.tensor(stop.limits), num_tokens)
     uniforms = None if sampling.greedy else random.uniform(num_tokens)
@@ -67,7 +67,8 @@ def draft_chain(
     only = torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device)
     tokens: list[Tensor] = []
     laws: list[Tensor] = []
-    for depth in range(num_tokens):
+    longest = num_tokens if lengths is None else int(lengths.max())
+    for depth in range(longest):
         if depth > 0:  # each token's parent is the only one of the call before
             logits = expander.below(tokens[-1][:, None], only)
         law = logits[:, 0]
@@ -82,9 +83,12 @@ def draft_chain(
             lengths = _ended(lengths, depth, draws, stop.goes_on(law.gather(1, token[:, None])[:, 0]))
             if not (lengths > depth + 1).any():
                 break
-    drafted = torch.stack(tokens, dim=1)
-    parents = tree.chain_parents(len(drafted), len(tokens), drafted.device)
-    return Draft(drafted, parents, torch.stack(laws, dim=1) if laws else None, lengths)
+    drafted, probs = torch.stack(tokens, dim=1), torch.stack(laws, dim=1) if laws else None
+    if stop is None and longest < num_tokens:
+        drafted = nn.functional.pad(drafted, (0, num_tokens - longest))
+        probs = None if probs is None else nn.functional.pad(probs, (0, 0, 0, num_tokens - longest))
+    parents = tree.chain_parents(*drafted.shape, drafted.device)
+    return Draft(drafted, parents, probs, lengths)
 
 
 def _limits(room: Tensor | None, limits: Tensor | None, num_tokens: int) -> Tensor | None:

@@ -120,6 +120,15 @@ class ProbingDrafter(Drafter, Protocol):
         """Take in the target's choices (B, num_asked) behind the last draft's probes, before the rows are confirmed."""
 
 
+def max_depth(drafter: object) -> int | None:
+    """How many tokens deep a drafter's drafts can be: its `max_depth`, where it has a head for each; None: any number.
+
+    Longer chains end there; a deeper tree is refused.
+    """
+    found: int | None = getattr(drafter, "max_depth", None)
+    return found
+
+
 class TrainableDrafter(Drafter, Protocol):
     """A drafter with something to learn. The engine needs none of this, and a drafter without weights has none."""
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from data.loader import Batch
+from models.errors import UserError
 from models.target import Target
+from models.types import max_depth
 from train.divergences import Divergence, acceptance
 from train.losses import chunked_loss
 from train.regime import Regime, check_counts
@@ -39,6 +41,11 @@ class LawMatching(Regime):
     ) -> None:
         super().__init__(drafter, target, **optimization)
         check_counts(num_steps=num_steps, chunk_rows=chunk_rows)
+        deepest = max_depth(drafter)
+        if deepest is not None and num_steps > deepest:
+            raise UserError(
+                f"drafter.training.num_steps is {num_steps}, but the drafter looks {deepest} tokens ahead only."
+            )
         self.divergence = Divergence(losses, temperature, lk_eta)
         self.num_steps, self.position_decay, self.chunk_rows = num_steps, position_decay, chunk_rows
 

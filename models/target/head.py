@@ -52,9 +52,11 @@ class Head:
 
 
 def linears_of(module: object) -> list[nn.Linear]:
-    """The linear layers of a module and of the heads that its parts hold; none for what is no module."""
+    """The linear layers of a module and of the heads that its parts hold, alone or in tuples; else none."""
     found: list[nn.Linear] = []
     for part in module.modules() if isinstance(module, nn.Module) else []:
         found += [part] if isinstance(part, nn.Linear) else []
-        found += [value.linear for value in vars(part).values() if isinstance(value, Head)]
+        for value in vars(part).values():
+            held = value if isinstance(value, tuple) else (value,)
+            found += [head.linear for head in held if isinstance(head, Head)]
     return found
