@@ -71,8 +71,8 @@ def job(config: DictConfig, prompt: str | None = None) -> None:
     folder = None if options["export"] is None else Path(options["export"])
     export = None if folder is None else native.read(folder)
     default = {"source": "tiny"} if export is None else export.target["load"]
-    tokens = 1 if export is None else export.num_speculative_tokens
-    settings = decode_settings(options["decode"], float(options["temperature"]), options["seed"], tokens)
+    tokens, tree = (1, None) if export is None else (export.num_speculative_tokens, export.tree)
+    settings = decode_settings(options["decode"], float(options["temperature"]), options["seed"], tokens, tree)
     target = load_target(**{**default, **{k: v for k, v in options["target"].items() if v is not None}})
     target.accelerate()
     drafter = None if folder is None else native.load(folder, target)

@@ -13,11 +13,18 @@ from models.errors import UserError
 from models.sampling import SamplingParams
 from models.tree import DynamicTree, StaticTree
 
+CALIBRATED = "calibrated"  # the draft tree that an export holds
+
 
 def decode_settings(
-    decode: dict[str, Any], temperature: float, seed: int, num_speculative_tokens: int = 4
+    decode: dict[str, Any],
+    temperature: float,
+    seed: int,
+    num_speculative_tokens: int = 4,
+    calibrated: dict[str, Any] | None = None,
 ) -> DecodeSettings:
-    """Settings at one temperature; `num_speculative_tokens` is for a `decode` that leaves it open.
+    """Settings at one temperature. What an export says, `num_speculative_tokens` and its `calibrated` tree, is for a
+    `decode` that leaves the number open or asks for that tree.
 
     Raises UserError for senseless values.
     """
@@ -43,20 +50,28 @@ def decode_settings(
         sampling=sampling,
         stop_strings=tuple(stop),
         seed=seed,
-        tree=read_tree(decode["tree"]),
+        tree=read_tree(decode["tree"], calibrated),
         children=decode["children"],
         verification=decode["verification"],
         draft_length=read_policy(decode["draft_length"]),
     )
 
 
-def read_tree(given: Any) -> StaticTree | DynamicTree | None:
+def read_tree(given: Any, calibrated: dict[str, Any] | None = None) -> StaticTree | DynamicTree | None:
     """A draft tree from null, from its numbers, or from a JSON file of a static tree (`eval/tree.py` writes one).
 
-    Raises UserError for a file that does not hold one, and for unknown or missing numbers.
+    "calibrated" is the tree of an export, what `calibrated` holds. Raises UserError where that is none, for a file that
+    does not hold a tree, and for unknown or missing numbers.
     """
     if given is None:
         return None
+    if given == CALIBRATED:
+        if calibrated is None:
+            raise UserError(
+                "decode.tree=calibrated, but there is no export that holds a draft tree: build one with eval/tree.py, "
+                "and give its file."
+            )
+        given = {key: calibrated.get(key) for key in ("parents", "ranks")}
     if isinstance(given, str):
         try:
             found = json.loads(Path(given).read_text())
@@ -65,7 +80,8 @@ def read_tree(given: Any) -> StaticTree | DynamicTree | None:
             raise UserError(f"decode.tree={given}: cannot read a draft tree from it ({error}).") from error
     if not isinstance(given, dict) or set(given) not in ({"depth", "top_k", "num_nodes"}, {"parents", "ranks"}):
         raise UserError(
-            f"decode.tree is {given!r}: give depth, top_k and num_nodes, or parents and ranks, or eval/tree.py's file."
+            f"decode.tree is {given!r}: give depth, top_k and num_nodes, or parents and ranks, or eval/tree.py's file, "
+            "or calibrated."
         )
     if "depth" in given:
         return DynamicTree(**given)

@@ -47,14 +47,16 @@ def job(config: DictConfig) -> None:
     for drafter in drafters:
         accelerate_drafter(drafter)
     prompts = without_fitted(
-        prompt_set(options["prompts"], target, options["num_prompts"], options["seed"]), options["decode"]["tree"]
+        prompt_set(options["prompts"], target, options["num_prompts"], options["seed"]),
+        options["decode"]["tree"],
+        [export.tree for export in exports],
     )
     names = unique_names(folders, [e.name for e in exports])
     runs = []
     for name, export, drafter in zip(names, exports, drafters, strict=True):
         for temperature in _as_list(options["temperatures"]):
             settings = decode_settings(
-                options["decode"], float(temperature), options["seed"], export.num_speculative_tokens
+                options["decode"], float(temperature), options["seed"], export.num_speculative_tokens, export.tree
             )
             check_settings(target, drafter, settings)
             runs.append((name, drafter, settings))

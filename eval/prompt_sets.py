@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data.prompts import BUILTIN, Prompt, SplitSizes, StandardLibrary, read_prompts, split_prompts
+from engine.options import CALIBRATED
 from models.errors import UserError
 from models.target import Target
 
@@ -33,22 +35,27 @@ def prompt_set(name: str, target: Target, limit: int | None, seed: int = 0) -> l
     return prompts if limit is None else _spread(prompts, limit)
 
 
-def without_fitted(prompts: list[Prompt], tree: Any) -> list[Prompt]:
+def without_fitted(prompts: list[Prompt], tree: Any, calibrated: Sequence[dict[str, Any] | None] = ()) -> list[Prompt]:
     """The prompts that a draft tree was not built on, where `tree` is a file of eval/tree.py; else all of them.
 
-    Raises UserError where none is left.
+    `calibrated` are the trees of the exports, for a `tree` that means these. Raises UserError where none is left.
     """
     if not isinstance(tree, str):
         return prompts
-    try:
-        fitted = set(json.loads(Path(tree).read_text()).get("prompt_ids", []))
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"decode.tree={tree}: cannot read a draft tree from it ({error}).") from error
+    if tree == CALIBRATED:
+        fitted = {prompt_id for held in calibrated if held for prompt_id in held.get("prompt_ids", [])}
+    else:
+        try:
+            fitted = set(json.loads(Path(tree).read_text()).get("prompt_ids", []))
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(f"decode.tree={tree}: cannot read a draft tree from it ({error}).") from error
     left = [prompt for prompt in prompts if prompt.id not in fitted]
     if not left:
-        raise UserError(f"{tree} was built on all of these {len(prompts)} prompts: measure on others (prompts=FILE).")
+        raise UserError(
+            f"The draft tree {tree} was built on all of these {len(prompts)} prompts: measure on others (prompts=FILE)."
+        )
     if len(left) < len(prompts):
-        print(f"{len(prompts) - len(left)} of {len(prompts)} prompts are left out: {tree} was built on them")
+        print(f"{len(prompts) - len(left)} of {len(prompts)} prompts are left out: the tree {tree} was built on them")
     return left
 
 

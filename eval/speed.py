@@ -82,7 +82,7 @@ def job(config: DictConfig) -> None:
     write_json(output / "config.json", options)  # before the long work: can it be written?
     target, theirs = load_target(**wanted), load_target(**wanted)  # the second as transformers would run it
     target.accelerate()
-    settings = _settings(options, 1)
+    settings = _settings({**options, "decode": {**options["decode"], "tree": None}}, 1)
     if settings.sampling.adjusts or settings.stop_strings or settings.max_new_tokens < 2:
         raise UserError("Speed is compared without penalty, bias and stop strings, on answers of 2 tokens or more.")
     ways = [
@@ -102,10 +102,10 @@ def job(config: DictConfig) -> None:
     print(f"wrote {output / 'speed.json'}")
 
 
-def _settings(options: dict[str, Any], num_tokens: int) -> DecodeSettings:
+def _settings(options: dict[str, Any], num_tokens: int, tree: dict[str, Any] | None = None) -> DecodeSettings:
     from engine.options import decode_settings
 
-    return decode_settings(options["decode"], 0.0, options["seed"], num_tokens)
+    return decode_settings(options["decode"], 0.0, options["seed"], num_tokens, tree)
 
 
 def _ways_of_export(
@@ -117,7 +117,7 @@ def _ways_of_export(
     from models.drafter import accelerate_drafter
 
     drafter = native.load(folder, target)
-    settings = _settings(options, export.num_speculative_tokens)
+    settings = _settings(options, export.num_speculative_tokens, export.tree)
     check_settings(target, drafter, settings)
     if (lengths := options["lengths"]) is not None:
         if settings.tree is not None or not isinstance(lengths, list) or not lengths:

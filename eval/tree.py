@@ -23,6 +23,7 @@ from models.errors import UserError
 from models.tree import StaticTree
 
 if TYPE_CHECKING:
+    from data.prompts import Prompt
     from engine.settings import DecodeSettings
     from models.target import Target
     from models.types import Draft, TargetFeatures, TreeDrafter
@@ -41,6 +42,7 @@ def job(config: DictConfig) -> None:
     from models.drafter import accelerate_drafter
     from models.files import write_json
     from models.target import load_target
+    from models.types import max_depth
 
     folder = Path(options["export"])
     export = native.read(folder)
@@ -54,7 +56,8 @@ def job(config: DictConfig) -> None:
     settings = decode_settings(options["decode"], float(options["temperature"]), options["seed"])
     prompts = prompt_set(options["prompts"], target, options["num_prompts"], options["seed"])
     contexts = [context_ids(target, prompt) for prompt in prompts]
-    acceptance = measure_ranks(target, drafter, contexts, settings, options["depth"], options["ranks"])
+    depth = min(options["depth"], max_depth(drafter) or options["depth"])
+    acceptance = measure_ranks(target, drafter, contexts, settings, depth, options["ranks"])
     if options["num_nodes"] is not None:
         tree = StaticTree.best_first(acceptance, options["num_nodes"])
     else:
@@ -62,9 +65,19 @@ def job(config: DictConfig) -> None:
         seconds = round_seconds(target, drafter, contexts[0], settings, acceptance, most)
         tree = StaticTree.for_time(acceptance, seconds, most)
     print_tree(tree, acceptance)
-    found = {"parents": tree.parents, "ranks": tree.ranks, "expected_tokens": tree.expected_tokens(acceptance)}
-    write_json(output, {**found, "acceptance": acceptance, "prompt_ids": [p.id for p in prompts], "config": options})
+    write_json(output, {**record_of(tree, acceptance, prompts), "config": options})
     print(f"wrote {output}\nuse it: python eval/acceptance.py export={folder} decode.tree={output}")
+
+
+def record_of(tree: StaticTree, acceptance: list[list[float]], prompts: list[Prompt]) -> dict[str, Any]:
+    """The tree as plain numbers, and what it was built from and on."""
+    return {
+        "parents": list(tree.parents),
+        "ranks": list(tree.ranks),
+        "expected_tokens": tree.expected_tokens(acceptance),
+        "acceptance": acceptance,
+        "prompt_ids": [prompt.id for prompt in prompts],
+    }
 
 
 def comb(depth: int, ranks: int) -> StaticTree:

@@ -24,7 +24,7 @@ target alone would have said.
 
 - Target: `{export.target["name"]}` (fingerprint `{export.target["fingerprint"]}`; loading against another one refuses).
   The target's licence governs what may be done with both together.
-- Trained on: {_learnt_from(p["data"])}.
+- Trained on: {_learnt_from(p["data"])}.{_tree(export)}
 - Made by: `{p["command"]}`, revision {p["git_revision"]}, {versions}. The whole configuration is in `config.json`.
 
 ## Measured
@@ -48,6 +48,17 @@ ids = target.encode("def main(")
 print(target.decode(generate(target, [ids], DecodeSettings(), drafter).token_ids[0]))
 ```
 """
+
+
+def _tree(export: Export) -> str:
+    if export.tree is None:
+        return ""
+    nodes, tokens = len(export.tree["parents"]), export.tree["expected_tokens"]
+    return (
+        f"\n- Draft tree: {nodes} nodes, the best for what was accepted of {len(export.tree['prompt_ids'])} validation "
+        f"prompts;\n  {tokens:.2f} tokens expected per target pass. `decode.tree=calibrated` drafts it in place of a "
+        "chain."
+    )
 
 
 def _learnt_from(data: dict[str, Any] | None) -> str:

@@ -7,7 +7,7 @@ has a `learn(batches)`, which is called once (`train.counting`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,18 @@ from data.features import FeatureCache
 from data.loader import StepBatches, step_loader
 from data.prompts import Prompt, PromptSource, SplitSizes, split_prompts
 from engine.loop import check_prompts, check_settings, generate
+from engine.settings import DecodeSettings
 from eval.acceptance import write_report
 from eval.measure import Measurement, measure
 from eval.provenance import provenance
 from eval.table import draw, print_tables
+from eval.tree import measure_ranks, print_tree, record_of
 from models.checkpoint import native
 from models.drafter import accelerate_drafter
 from models.errors import UserError
 from models.files import write_text
 from models.target import Target
+from models.tree import StaticTree
 from models.vocab import DraftVocab
 from train.callbacks import (
     AtomicCheckpoints,
@@ -47,6 +50,7 @@ from train.settings import (
     instantiate,
     is_trained,
     measured_settings,
+    planned_tree,
     record,
     record_data,
     temperatures,
@@ -80,6 +84,8 @@ def rehearse(options: Options, target: Target, run: Path) -> None:
     drafter = native.build(options["drafter"]["model"], target, DraftVocab(target.vocab_size))
     for temperature in temperatures(options):
         check_settings(target, drafter, measured_settings(options, temperature))
+    if (tree := planned_tree(options)) is not None:
+        check_settings(target, drafter, replace(measured_settings(options, 0.0), tree=tree, verification="token"))
     module = _training_module(options, target, drafter) if is_trained(options) else None
     if isinstance(module, lightning.LightningModule):
         module.configure_optimizers()
@@ -205,6 +211,19 @@ def _steps_done(checkpoint: Path) -> int:
     return int(AtomicCheckpoints().load_checkpoint(checkpoint)["global_step"]) if checkpoint.exists() else 0
 
 
+def calibrate(options: Options, target: Target, drafter: Any, data: Prepared) -> Options | None:
+    """The best draft tree of `drafter.tree`'s sizes for what is accepted of validation prompts at temperature 0."""
+    if (planned := planned_tree(options)) is None:
+        return None
+    sizes, prompts = options["drafter"]["tree"], data.validation[: options["fit"]["validation_prompts"]]
+    settings = replace(measured_settings(options, 0.0), verification="token")
+    contexts = [context_ids(target, prompt) for prompt in prompts]
+    acceptance = measure_ranks(target, drafter, contexts, settings, planned.depth, sizes["ranks"])
+    tree = StaticTree.best_first(acceptance, sizes["num_nodes"])
+    print_tree(tree, acceptance)
+    return record_of(tree, acceptance, prompts)
+
+
 def export(options: Options, target: Target, drafter: Any, data: Prepared, folder: Path) -> native.Export:
     """Write the drafter to `folder`; the card gets its figures once they are measured."""
     place = {k: options["target"][k] for k in ("source", "name_or_path", "dtype", "attn_implementation", "revision")}
@@ -214,18 +233,18 @@ def export(options: Options, target: Target, drafter: Any, data: Prepared, folde
         target={"name": target.name, "fingerprint": target.fingerprint, "load": place},
         num_speculative_tokens=measured_settings(options, 0.0).num_speculative_tokens,
         provenance={"config": options, "data": data.manifest, **provenance()},
+        tree=calibrate(options, target, drafter, data),
     )
     native.save(drafter, described, drafter.vocab, folder, model_card(described, []))
     return described
 
 
-def check_parity(target: Target, trained: Any, loaded: Any, prompts: list[Prompt], options: Options) -> None:
+def check_parity(target: Target, trained: Any, loaded: Any, prompts: list[Prompt], settings: DecodeSettings) -> None:
     """Answer a few prompts with the drafter in memory and with the reloaded one: every count must agree.
 
     Raises UserError otherwise: the export would not be what was trained.
     """
     ids = [context_ids(target, p) for p in prompts[:4]]
-    settings = measured_settings(options, 0.0)
     ours, theirs = (generate(target, ids, settings, d).stats for d in (trained, loaded))
     if not (ours.accepted == theirs.accepted).all() or not (ours.rounds == theirs.rounds).all():
         raise UserError(
@@ -237,14 +256,14 @@ def check_parity(target: Target, trained: Any, loaded: Any, prompts: list[Prompt
 
 
 def measure_export(
-    options: Options, target: Target, drafter: Any, prompts: list[Prompt]
+    options: Options, target: Target, drafter: Any, prompts: list[Prompt], tree: Options | None
 ) -> list[tuple[str, Measurement]]:
     """The acceptance table of the run, on test prompts."""
     chosen = prompts[: options["measure"]["num_prompts"]]
     name = options["drafter"]["name"]
     return [
-        (name, measure(target, drafter, chosen, measured_settings(options, float(t))))
-        for t in options["measure"]["temperatures"]
+        (name, measure(target, drafter, chosen, measured_settings(options, temperature, tree)))
+        for temperature in temperatures(options)
     ]
 
 
@@ -270,9 +289,9 @@ def run_job(options: Options, run: Path) -> None:
     drafter.eval()
     described = export(options, target, drafter, data, folder)
     loaded = native.load(folder, target)
-    check_parity(target, drafter, loaded, data.test, options)
+    check_parity(target, drafter, loaded, data.test, measured_settings(options, 0.0, described.tree))
     accelerate_drafter(loaded)  # not before: it is not trained any more
-    measured = measure_export(options, target, loaded, data.test)
+    measured = measure_export(options, target, loaded, data.test, described.tree)
     print_tables(measured)
     write_text(folder / "README.md", model_card(described, measured))
     draw(measured, run / "acceptance.png")

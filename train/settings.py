@@ -12,11 +12,13 @@ import hydra.utils
 
 from data.answers import AnswerSettings, fingerprint
 from data.prompts import SplitSizes
-from engine.options import decode_settings, describe_tree, read_tree
+from engine.options import CALIBRATED, decode_settings, describe_tree, read_tree
 from engine.settings import DecodeSettings
 from eval.provenance import provenance
+from eval.tree import comb
 from models.errors import UserError
 from models.files import write_text
+from models.tree import StaticTree
 
 Options = dict[str, Any]
 # What may differ between a run and its resumption: nothing here changes the weights.
@@ -46,13 +48,21 @@ def answer_settings(options: Options) -> AnswerSettings:
 
 def with_tree(options: Options) -> Options:
     """The same options with the numbers of decode.tree in place of a file, which may change."""
+    if options["decode"]["tree"] == CALIBRATED:
+        return options
     tree = describe_tree(read_tree(options["decode"]["tree"]))
     return {**options, "decode": {**options["decode"], "tree": tree}}
 
 
-def measured_settings(options: Options, temperature: float) -> DecodeSettings:
-    """The settings of the run's measurements at one temperature."""
-    return decode_settings(options["decode"], temperature, options["seed"])
+def measured_settings(options: Options, temperature: float, tree: Options | None = None) -> DecodeSettings:
+    """The settings of the run's measurements at one temperature.
+
+    `tree` is the one built for the export. Before there is one, chains are drafted in its place.
+    """
+    decode = options["decode"]
+    if decode["tree"] == CALIBRATED and tree is None:
+        decode = {**decode, "tree": None}
+    return decode_settings(decode, temperature, options["seed"], calibrated=tree)
 
 
 def is_trained(options: Options) -> bool:
@@ -89,6 +99,32 @@ def check(options: Options) -> None:
     for temperature in temperatures(options):
         measured_settings(options, temperature)
     answer_settings(options)
+    planned_tree(options)
+
+
+def planned_tree(options: Options) -> StaticTree | None:
+    """The comb that is drafted to build the export's tree (`eval.tree`), where the drafter's yaml asks for one.
+
+    Raises UserError for sizes that make no tree, for a drafter that is not trained, and where decode asks for a tree
+    that will not be built.
+    """
+    sizes = options["drafter"].get("tree")
+    if sizes is None:
+        if options["decode"]["tree"] == CALIBRATED:
+            raise UserError(f"decode.tree=calibrated, but drafter {options['drafter']['name']!r} builds no draft tree.")
+        return None
+    if set(sizes) != {"num_nodes", "depth", "ranks"}:
+        raise UserError(f"drafter.tree has {', '.join(sizes)}: give num_nodes, depth and ranks.")
+    for name, value in sizes.items():
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"drafter.tree.{name} is {value!r}: it must be a whole number of at least 1.")
+    if not is_trained(options):
+        raise UserError("drafter.tree is built on validation prompts, which a run without training does not have.")
+    depth, ranks = sizes["depth"], sizes["ranks"]
+    some = StaticTree.best_first([[1 / ranks] * ranks] * depth, sizes["num_nodes"])  # is there room for as many?
+    for temperature in temperatures(options):
+        measured_settings(options, temperature, describe_tree(some))
+    return comb(depth, ranks)
 
 
 def run_folder(options: Options) -> Path:

@@ -46,13 +46,14 @@ _HOME = "models.drafter."  # the only place that drafters are loaded from: a fil
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What an export says of itself; see `save`."""
+    """What an export says of itself; see `save`. `tree` is a draft tree that suits the drafter, if one was built."""
 
     name: str
     model: dict[str, Any]
     target: dict[str, Any]
     num_speculative_tokens: int
     provenance: dict[str, Any]
+    tree: dict[str, Any] | None = None
 
 
 def save(drafter: Any, export: Export, vocab: DraftVocab, folder: Path, card: str) -> None:
@@ -72,7 +73,7 @@ def save(drafter: Any, export: Export, vocab: DraftVocab, folder: Path, card: st
         "target": export.target,
         "capture_layers": list(drafter.capture_layers),
         "draft_vocab_size": vocab.size,
-        "decoding": {"num_speculative_tokens": export.num_speculative_tokens},
+        "decoding": {"num_speculative_tokens": export.num_speculative_tokens, "tree": export.tree},
         "provenance": export.provenance,
     }
     with atomic_folder(folder) as temporary:
@@ -101,6 +102,7 @@ def read(folder: Path) -> Export:
         config["target"],
         config["decoding"]["num_speculative_tokens"],
         config["provenance"],
+        config["decoding"].get("tree"),
     )
 
 
