@@ -89,7 +89,7 @@ class MedusaDrafter(nn.Module):
         # Float32 at least, whatever the target's dtype: small steps of training would be rounded away.
         self.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
 
-    def heads_states(self, hidden: Tensor, step: int) -> Tensor:
+    def head_states(self, hidden: Tensor, step: int) -> Tensor:
         """What head `step` + 1 makes of states (..., D): (..., D), for `logits` of that step."""
         states: Tensor = self.blocks[step](hidden.to(next(self.blocks.parameters()).dtype))
         return states
@@ -112,7 +112,7 @@ class MedusaDrafter(nn.Module):
         if num_steps > self.max_depth:
             raise UserError(f"{num_steps} steps are asked of {self.max_depth} Medusa heads.")
         for step in range(num_steps):
-            yield self.heads_states(features.hidden, step)
+            yield self.head_states(features.hidden, step)
 
     def new_state(self, batch_size: int, max_len: int) -> MedusaState:
         """Memory for requests of at most `max_len` rows: there is nothing to remember."""
@@ -173,4 +173,4 @@ class _MedusaExpander:
         if depth == drafter.max_depth:
             raise UserError(f"The draft tree is deeper than the {depth} Medusa heads look: use a shallower one.")
         self._depth += 1
-        return drafter.logits(drafter.heads_states(self._hidden, depth), depth)
+        return drafter.logits(drafter.head_states(self._hidden, depth), depth)

@@ -338,7 +338,7 @@ class HeadsAhead(MedusaDrafter):
     def unroll(self, features: TargetFeatures, num_steps: int) -> Iterator[Tensor]:
         assert features.hidden is not None
         for step in range(num_steps):
-            yield self.heads_states(features.hidden, (step + 1) % self.max_depth)
+            yield self.head_states(features.hidden, (step + 1) % self.max_depth)
 
 
 class DraftReadsPadding(MedusaDrafter):
