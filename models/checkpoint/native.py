@@ -118,6 +118,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
                 value = value[key]
             if not isinstance(value, kind):
                 raise TypeError(f"{keys} is {value!r}")
+        if not isinstance(tree := config["decoding"].get("tree"), dict | None):
+            raise TypeError(f"decoding.tree is {tree!r}")
         return config
     except OSError as error:
         raise UserError(f"{str(folder)!r} is not an export: {error.strerror or error} ({path.name}).") from error

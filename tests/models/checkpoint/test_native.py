@@ -130,6 +130,18 @@ def test_damaged_json_is_refused(text: str, folder: Path, target: Target) -> Non
             use(folder)
 
 
+def test_a_draft_tree_comes_back_as_it_was_stored(folder: Path) -> None:
+    stored = {"parents": [-1, 0], "ranks": [0, 0]}
+    assert native.read(folder).tree is None
+    edited(folder, lambda config: config["decoding"].pop("tree"))  # an export of before there were any
+    assert native.read(folder).tree is None
+    edited(folder, lambda config: config["decoding"].update(tree=stored))
+    assert native.read(folder).tree == stored
+    edited(folder, lambda config: config["decoding"].update(tree=[0]))
+    with pytest.raises(UserError, match=r"config\.json.*is damaged: TypeError: decoding\.tree is \[0\]"):
+        native.read(folder)
+
+
 @pytest.mark.parametrize("cut", [0.1, 0.5, 0.9])
 def test_a_config_that_is_cut_short_is_refused(cut: float, folder: Path) -> None:
     path = folder / "config.json"
