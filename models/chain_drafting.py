@@ -56,7 +56,8 @@ def draft_chain(
     """Draw N tokens one behind the other, each from the law that the drafter tells behind those before it.
 
     A request that the expander has no room for gets a shorter chain, or none; what no request has room for is padding
-    that costs nothing. With a rule when to `stop`, N is only the most: as many tokens are drawn as the longest chain has, and the host waits for the device at each of them.
+    that costs nothing. With a rule when to `stop`, N is only the most: as many tokens are drawn as the longest chain
+    has, and the host waits for the device at each of them.
     """
     lengths = _limits(expander.room, None if stop is None else torch.tensor(stop.limits), num_tokens)
     uniforms = None if sampling.greedy else random.uniform(num_tokens)
@@ -87,7 +88,7 @@ def draft_chain(
     if stop is None and longest < num_tokens:
         drafted = nn.functional.pad(drafted, (0, num_tokens - longest))
         probs = None if probs is None else nn.functional.pad(probs, (0, 0, 0, num_tokens - longest))
-    parents = tree.chain_parents(*drafted.shape, drafted.device)
+    parents = tree.chain_parents(len(drafted), drafted.shape[1], drafted.device)
     return Draft(drafted, parents, probs, lengths)
 
 

@@ -190,14 +190,14 @@ class Proposal:
 def stacked(logits: list[Tensor], draft: Draft) -> Tensor:
     """Recorded logits as (B, N, Vd), whether they were computed step by step or at once; Vd is 0 where none were.
 
-    Where all drafts are shorter than was asked for, N is the longest.
+    Where all drafts are shorter than was asked for, N may be as short as the longest.
     """
     batch_size, num_tokens = draft.token_ids.shape
-    num_tokens = num_tokens if draft.lengths is None else int(draft.lengths.max())
+    least = num_tokens if draft.lengths is None else int(draft.lengths.max())
     if not logits:
         return torch.zeros(batch_size, num_tokens, 0)
     result = torch.cat([part.reshape(batch_size, -1, part.shape[-1]) for part in logits], dim=1)
-    assert result.shape[1] == num_tokens, f"{result.shape[1]} rows of logits for {num_tokens} drafted tokens"
+    assert least <= result.shape[1] <= num_tokens, f"{result.shape[1]} rows of logits for {num_tokens} drafted tokens"
     return result
 
 
