@@ -55,6 +55,8 @@ class BlockEfficiency(lightning.Callback):
         drafter.eval()
         stats = generate(self.target, self.prompts, self.settings, drafter).stats
         drafter.train()
+        regime: Any = pl_module
+        regime.measured(stats)
         self.last_score = stats.block_efficiency
         values = {"val/block_efficiency": stats.block_efficiency, "val/acceptance_rate": stats.acceptance_rate}
         for logger in trainer.loggers:

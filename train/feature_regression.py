@@ -14,10 +14,9 @@ from data.loader import Batch, StepBatches
 from models.errors import UserError
 from models.target import Target
 from models.types import TargetFeatures
+from train.least_squares import linear_map
 from train.losses import chunked_loss, regression, soft_cross_entropy
 from train.regime import Regime, check_counts
-
-_ROWS_PER_UNKNOWN = 64
 
 
 class FeatureRegression(Regime):
@@ -67,34 +66,23 @@ class FeatureRegression(Regime):
         self.noise, self.num_steps, self.position_decay = noise, num_steps, position_decay
         self.chunk_rows, self.from_least_squares = chunk_rows, start == "least_squares"
 
-    @torch.no_grad()
     def start(self, batches: StepBatches) -> None:
         """Before the first step: set the drafter to the best linear map of what it reads onto the next state.
 
-        By ridge regression over supervised positions of the first batches, some `_ROWS_PER_UNKNOWN` for each weight of
-        a row. The layers then learn what is left, instead of learning to pass the state on first.
+        The layers then learn what is left, instead of learning to pass the state on first.
         """
         if not self.from_least_squares:
             return
-        target, width = self.target, 2 * self.target.hidden_size
-        inputs = torch.zeros(width, width, dtype=torch.float64, device=target.device)
-        outputs = torch.zeros(width, target.hidden_size, dtype=torch.float64, device=target.device)
-        count = step = 0
-        while count < _ROWS_PER_UNKNOWN * width and step * batches.batch_size < len(batches.token_ids):
-            made = batches[step]
-            hidden = None if made.hidden is None else made.hidden.to(target.device)
-            batch = Batch(made.token_ids.to(target.device), made.loss_mask.to(target.device), made.lengths, hidden)
-            features, _ = self.features(batch)
-            assert features.hidden is not None
-            supervised = batch.loss_mask[:, 2:]
-            read = torch.cat([target.embedding(batch.token_ids[:, 1:-1]), features.hidden[:, :-2]], dim=-1)[supervised]
-            wanted = features.hidden[:, 1:-1][supervised]
-            read, wanted = read.to(self.drafter.fc.weight.dtype), wanted.to(self.drafter.fc.weight.dtype)
-            inputs += (read.t() @ read).double()
-            outputs += (read.t() @ wanted).double()
-            count, step = count + len(read), step + 1
-        ridge = 1e-3 * inputs.diagonal().mean() * torch.eye(width, dtype=torch.float64, device=target.device)
-        self.drafter.start_linear(torch.linalg.solve(inputs + ridge, outputs).t())
+        self.drafter.start_linear(linear_map(batches, self._rows, self.target.device))
+
+    def _rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What supervised rows read, and the states that follow them: (M, 2·D) and (M, D)."""
+        features, _ = self.features(batch)
+        assert features.hidden is not None
+        supervised = batch.loss_mask[:, 2:]
+        read = torch.cat([self.target.embedding(batch.token_ids[:, 1:-1]), features.hidden[:, :-2]], dim=-1)
+        dtype = self.drafter.fc.weight.dtype
+        return read[supervised].to(dtype), features.hidden[:, 1:-1][supervised].to(dtype)
 
     def training_losses(self, batch: Batch, step: int) -> dict[str, Tensor]:
         features, _ = self.features(batch)

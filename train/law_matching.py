@@ -56,17 +56,26 @@ class LawMatching(Regime):
         total = states.new_zeros((), dtype=torch.promote_types(states.dtype, torch.float32))
         parts: dict[str, Tensor] = {}
         for ahead, hidden in enumerate(self.drafter.unroll(features, self.num_steps)):
-            supervised = batch.loss_mask[:, ahead + 2 :]  # (B, S − ahead − 2)
-            rows = hidden[:, : supervised.shape[1]][supervised]  # (M, D)
-            true = states[:, ahead + 1 : ahead + 1 + supervised.shape[1]][supervised]
-            said = batch.token_ids[:, ahead + 2 :][supervised]
-            loss, counted = self._matched(rows, true, said, ahead)
-            count = max(1, len(rows))
-            total = total + self.position_decay**ahead * loss / count
-            name = "" if ahead == 0 else f"_{ahead}"
-            parts[f"divergence{name}"] = loss.detach() / count
-            parts[f"acceptance{name}"], parts[f"top1_agreement{name}"] = counted / count
+            loss, told = self.step_loss(batch, states, hidden, ahead)
+            total = total + self.position_decay**ahead * loss
+            parts |= told
         return {"loss": total, **parts}
+
+    def step_loss(self, batch: Batch, states: Tensor, hidden: Tensor, ahead: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mean divergence at the step whose states are `hidden` (B, S, D), and what is to be logged of it.
+
+        `states` (B, S, D) are those that the target's head reads.
+        """
+        supervised = batch.loss_mask[:, ahead + 2 :]  # (B, S − ahead − 2)
+        rows = hidden[:, : supervised.shape[1]][supervised]  # (M, D)
+        true = states[:, ahead + 1 : ahead + 1 + supervised.shape[1]][supervised]
+        said = batch.token_ids[:, ahead + 2 :][supervised]
+        loss, counted = self._matched(rows, true, said, ahead)
+        count = max(1, len(rows))
+        name = "" if ahead == 0 else f"_{ahead}"
+        parts = {f"divergence{name}": loss.detach() / count}
+        parts[f"acceptance{name}"], parts[f"top1_agreement{name}"] = counted / count
+        return loss / count, parts
 
     def _matched(self, rows: Tensor, true: Tensor, said: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
         """Sum of the rows' divergences, and sums (2,) of their chance of acceptance and agreement of first choices."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from data.loader import Batch, StepBatches
+from engine.stats import DecodingStats
 from models.errors import UserError
 from models.target import Target
 from models.types import TargetFeatures
@@ -59,6 +60,9 @@ class Regime(lightning.LightningModule):
 
     def start(self, batches: StepBatches) -> None:
         """Prepare the drafter before the first step of all; a resumed run does not come here."""
+
+    def measured(self, stats: DecodingStats) -> None:
+        """Take note of what the engine measured with the drafter on validation prompts."""
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]

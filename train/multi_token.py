@@ -1,0 +1,194 @@
+"""Training of several tokens ahead as so many tasks: how each counts, whether they may pull against each other, and
+how many there are yet.
+
+B batch, S rows, D hidden size, T tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from data.loader import Batch, StepBatches
+from models.errors import UserError
+from models.target import Target
+from models.types import TargetFeatures
+from train.curriculum import make_curriculum
+from train.gradient_projection import norms, projected, random_orders
+from train.law_matching import LawMatching
+from train.least_squares import linear_map, root_mean_squares
+from train.task_weights import make_weights
+
+Gradients = list[Tensor | None]
+
+
+class MultiToken(LawMatching):
+    """Σ_i λ_i · D(p, q_i) over as many tokens ahead as the curriculum says; see `train.task_weights`.
+
+    With `projection`, the tasks' gradients are projected where they conflict (`train.gradient_projection`). Tasks are
+    taken one after the other. A drafter with a `trunk`, whose heads read that alone, gets each head's gradients before
+    the next head is run, and the sum of what they say to the trunk passes through that once (2404.19737, §2): neither
+    logits nor states of two heads are alive at a time.
+    """
+
+    def __init__(
+        self,
+        drafter: Any,
+        target: Target,
+        *,
+        num_steps: int,
+        max_steps: int,
+        weights: dict[str, Any],
+        curriculum: dict[str, Any],
+        projection: bool,
+        start: str,
+        **others: Any,
+    ) -> None:
+        super().__init__(drafter, target, num_steps=num_steps, max_steps=max_steps, position_decay=1.0, **others)
+        deepest = getattr(drafter, "max_depth", None)
+        if deepest is not None and num_steps > deepest:
+            raise UserError(f"drafter.training.num_steps is {num_steps}, but the drafter has {deepest} heads only.")
+        self.weights = make_weights(num_steps, **weights)
+        self.curriculum = make_curriculum(num_steps, max_steps, **curriculum)
+        if start not in ("least_squares", "random"):
+            raise UserError(f"drafter.training.start is {start!r}: choose least_squares or random.")
+        self.projection, self.from_least_squares = projection, start == "least_squares"
+        self._batches_per_step, self._batches_per_epoch = 1, float("inf")
+
+    def start(self, batches: StepBatches) -> None:
+        """Before the first step: set the drafter to the best linear map of what it reads onto the next state.
+
+        The layers then learn what is left, and heads of further tokens what is further off.
+        """
+        if self.from_least_squares:
+            device = self.target.device
+            scale = root_mean_squares(batches, self._rows, device)
+            self.drafter.start_linear(linear_map(batches, self._rows, device) / scale[:, None], scale)
+
+    def _rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What supervised rows read, and the states that follow them: (M, 2·D) and (M, D)."""
+        features, states = self.features(batch)
+        assert states is not None
+        supervised = batch.loss_mask[:, 2:]
+        read = self.drafter.linear_inputs(features)[:, :-2][supervised]
+        return read, states[:, 1:-1][supervised].to(read.dtype)
+
+    def on_train_start(self) -> None:
+        """Learn what the numbers of batches mean; a resumed run comes here too."""
+        self._batches_per_step = self.trainer.accumulate_grad_batches
+        batches = getattr(self.trainer.train_dataloader, "dataset", None)
+        if isinstance(batches, StepBatches):
+            self._batches_per_epoch = len(batches.token_ids) / batches.batch_size
+
+    def measured(self, stats: Any) -> None:
+        self.curriculum.measured(stats)
+
+    def training_losses(self, batch: Batch, step: int) -> dict[str, Tensor]:
+        """The loss, `num_steps` trained now, `conflict_rate` with projection, and what is told of every token ahead."""
+        features, states = self.features(batch)
+        assert states is not None
+        count = self.curriculum.num_steps(step // self._batches_per_step, int(step / self._batches_per_epoch))
+        tasks = _Tasks(self, batch, features, states, count)
+        told: dict[str, Tensor] = {}
+        if self.projection or self.weights.needs_gradients:
+            loss, told = self._from_gradients(tasks, step)
+        elif hasattr(self.drafter, "trunk"):
+            loss = tasks.head_by_head(self._trained)
+        else:
+            loss = torch.stack(list(tasks)).sum()
+        told["num_steps"] = torch.tensor(float(count))
+        return {"loss": loss, **told, **tasks.parts}
+
+    @property
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self.parameters() if p.requires_grad]
+
+    def _from_gradients(self, tasks: _Tasks, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, whose gradient is made of the tasks' own, one by one."""
+        found: list[Gradients] = []
+        value = torch.zeros((), device=self.device)
+        for loss in tasks:
+            found.append(_gradients(loss, self._trained, retain_graph=True))
+            value = value + loss.detach()
+        told = {}
+        if self.weights.needs_gradients:
+            self.weights.update(torch.stack(tasks.losses), norms(found))
+        orders = random_orders(len(found), self.seed, step) if self.projection else [[] for _ in found]
+        gradients, conflict_rate = projected(found, orders)
+        if self.projection:
+            told["conflict_rate"] = torch.tensor(conflict_rate)
+        return with_gradients(value, self._trained, gradients), told
+
+
+class _Tasks:
+    """The weighted losses of the tokens ahead, one after the other; what is told of them gathers in `parts`."""
+
+    def __init__(self, regime: MultiToken, batch: Batch, features: TargetFeatures, states: Tensor, count: int) -> None:
+        self._regime, self._batch, self._features, self._states, self._count = regime, batch, features, states, count
+        self.losses: list[Tensor] = []  # without their weights
+        self.parts: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for ahead, hidden in enumerate(self._regime.drafter.unroll(self._features, self._count)):
+            yield self._loss(hidden, ahead)
+
+    def _loss(self, hidden: Tensor, ahead: int) -> Tensor:
+        loss, told = self._regime.step_loss(self._batch, self._states, hidden, ahead)
+        self.losses.append(loss.detach())
+        name = "" if ahead == 0 else f"_{ahead}"
+        self.parts |= told
+        self.parts[f"weight{name}"] = torch.as_tensor(self._regime.weights.factor(ahead, self._count)).detach()
+        return self._regime.weights.weigh(loss, ahead, self._count)
+
+    def head_by_head(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """The sum of all losses, with gradients that were taken head by head."""
+        drafter = self._regime.drafter
+        trunk = drafter.trunk(self._features)
+        leaf = trunk.detach().requires_grad_()
+        total: Gradients = [None] * (len(parameters) + 1)
+        value = torch.zeros((), device=trunk.device)
+        for ahead in range(self._count):
+            loss = self._loss(drafter.ahead(leaf, self._features, ahead), ahead)
+            _add(total, _gradients(loss, [leaf, *parameters]))
+            value = value + loss.detach()
+            del loss
+        upstream, own = total[0], total[1:]
+        assert upstream is not None
+        _add(own, _gradients(trunk, parameters, upstream))
+        return with_gradients(value, parameters, own)
+
+
+def with_gradients(value: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
+    """`value`, whose backward pass gives `parameters` these gradients; Lightning then scales and clips them."""
+    result: Tensor = _Given.apply(value, list(gradients), *parameters)
+    return result
+
+
+class _Given(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: Gradients, *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        return (None, None, *(None if g is None else g * upstream[0] for g in ctx.gradients))
+
+
+def _gradients(
+    of: Tensor, parameters: Sequence[Tensor], upstream: Tensor | None = None, *, retain_graph: bool = False
+) -> Gradients:
+    found = torch.autograd.grad(of, parameters, upstream, retain_graph=retain_graph, allow_unused=True)
+    return list(found)
+
+
+def _add(total: Gradients, more: Sequence[Tensor | None]) -> None:
+    for index, gradient in enumerate(more):
+        if gradient is not None:
+            known = total[index]
+            total[index] = gradient if known is None else known + gradient
