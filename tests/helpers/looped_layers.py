@@ -65,3 +65,17 @@ class LoopedLayers:
         read = rms_normed(x, w["post_attention_layernorm.weight"], self.eps)
         gate, up = w["mlp.gate_proj.weight"] @ read, w["mlp.up_proj.weight"] @ read
         return x + w["mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * up)
+
+
+def fused(weights: dict[str, Tensor], prefix: str, embedded: Tensor, state: Tensor, eps: float) -> Tensor:
+    """eh_proj([norm(emb); norm(h)]) of one row (D,), from the tensors named `prefix`…"""
+    read = [
+        rms_normed(embedded, weights[f"{prefix}enorm.weight"], eps),
+        rms_normed(state, weights[f"{prefix}hnorm.weight"], eps),
+    ]
+    return weights[f"{prefix}eh_proj.weight"] @ torch.cat(read)
+
+
+def under(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors named `prefix`…, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
