@@ -182,13 +182,16 @@ def _grow_dynamic(expander: Expander, shape: DynamicTree, vocab: DraftVocab) -> 
 
 
 class TreeRows:
-    """The rows of a growing tree in a drafter's own cache: where they stand, and which of them each may read."""
+    """The rows of a growing tree in a drafter's own cache: where they stand, and which of them each may read.
 
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
+    With a `stride`, only every so many of the tree's levels has rows here: the first is level `stride`.
+    """
+
+    def __init__(self, cache: KVCache, stride: int = 1) -> None:
+        self._cache, self._stride = cache, stride
         self._committed = cache.lengths
         self._ancestors: Tensor | None = None  # (B, T of the level above, T so far) bool
-        self._depth = 0
+        self._depth = stride - 1
         self._chain = True  # so far: then a request's rows read all that is there
 
     def begin(self, parents: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -203,7 +206,7 @@ class TreeRows:
         self._cache.begin(num_rows)
         lengths = self._committed.to(parents.device)
         positions = (lengths[:, None] + self._depth).expand(batch_size, num_rows)
-        self._depth += 1
+        self._depth += self._stride
         self._chain &= num_rows == 1
         if self._chain and self._cache.uniform:
             return positions, None

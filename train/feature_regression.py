@@ -14,8 +14,8 @@ from data.loader import Batch, StepBatches
 from models.errors import UserError
 from models.target import Target
 from models.types import TargetFeatures
-from train.least_squares import linear_map
-from train.losses import chunked_loss, regression, soft_cross_entropy
+from train.least_squares import check_start, moments, ridge
+from train.losses import chunked_loss, regression, soft_cross_entropy, top_k_cross_entropy
 from train.regime import Regime, check_counts
 
 
@@ -25,6 +25,7 @@ class FeatureRegression(Regime):
     Row t of step s estimates f_{t+1+s}, from which the head makes the law of x_{t+2+s}: it is supervised where that
     token is one the target said. Steps after the first weigh `position_decay` times the one before. `noise` is the
     half width of the uniform feature noise, times 512 over a text's own length. `regression` is "mse" or "smooth_l1".
+    HASS (2408.15766) adds w_top_k · −Σ p log q over the target's `top_k` likeliest tokens.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class FeatureRegression(Regime):
         regression: str,
         w_reg: float,
         w_cls: float,
+        w_top_k: float,
+        top_k: int,
         noise: float,
         num_steps: int,
         position_decay: float,
@@ -57,32 +60,39 @@ class FeatureRegression(Regime):
             weight_decay=weight_decay,
             warmup_fraction=warmup_fraction,
         )
-        if start not in ("least_squares", "random"):
-            raise UserError(f"drafter.training.start is {start!r}: choose least_squares or random.")
         if regression not in ("mse", "smooth_l1"):
             raise UserError(f"drafter.training.regression is {regression!r}: choose mse or smooth_l1.")
-        check_counts(num_steps=num_steps, chunk_rows=chunk_rows)
+        check_counts(num_steps=num_steps, chunk_rows=chunk_rows, top_k=top_k)
         self.regression, self.w_reg, self.w_cls = regression, w_reg, w_cls
+        self.w_top_k, self.top_k = w_top_k, top_k
         self.noise, self.num_steps, self.position_decay = noise, num_steps, position_decay
-        self.chunk_rows, self.from_least_squares = chunk_rows, start == "least_squares"
+        self.chunk_rows, self.from_least_squares = chunk_rows, check_start(start)
 
     def start(self, batches: StepBatches) -> None:
         """Before the first step: set the drafter to the best linear map of what it reads onto the next state.
 
-        The layers then learn what is left, instead of learning to pass the state on first.
+        The layers then learn what is left, instead of learning to pass the state on first. The states after the next
+        one, where the drafter estimates several at once, start as the best linear maps of its first estimate.
         """
         if not self.from_least_squares:
             return
-        self.drafter.start_linear(linear_map(batches, self._rows, self.target.device))
+        found, size = moments(batches, self.target.device, self._read_and_wanted), self.target.hidden_size
+        first, *later = found.both.split(size, dim=1)
+        weight = ridge(found.read, first)  # (2k·D, D)
+        made = weight.t() @ found.read @ weight  # the first estimates' own moments
+        self.drafter.start_linear(weight.t(), [ridge(made, weight.t() @ part).t() for part in later])
 
-    def _rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What supervised rows read, and the states that follow them: (M, 2·D) and (M, D)."""
+    def _read_and_wanted(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What the drafter reads (M, 2k·D) and the m next states (M, m·D), all of which precede supervised tokens."""
         features, _ = self.features(batch)
         assert features.hidden is not None
-        supervised = batch.loss_mask[:, 2:]
-        read = torch.cat([self.target.embedding(batch.token_ids[:, 1:-1]), features.hidden[:, :-2]], dim=-1)
-        dtype = self.drafter.fc.weight.dtype
-        return read[supervised].to(dtype), features.hidden[:, 1:-1][supervised].to(dtype)
+        drafter, ahead = self.drafter, self.drafter.num_future
+        rows = max(0, batch.token_ids.shape[1] - 1 - ahead)  # those whose m next states and tokens are all known
+        supervised = torch.stack([batch.loss_mask[:, j + 2 : j + 2 + rows] for j in range(ahead)]).all(0)
+        states = torch.cat([features.hidden[:, j + 1 : j + 1 + rows] for j in range(ahead)], dim=-1)
+        windows = drafter.window(features.next_token_ids, drafter.before(features)[0])[:, :rows]
+        dtype = drafter.fc.weight.dtype
+        return windows[supervised].to(dtype), states[supervised].to(dtype)
 
     def training_losses(self, batch: Batch, step: int) -> dict[str, Tensor]:
         features, _ = self.features(batch)
@@ -103,27 +113,32 @@ class FeatureRegression(Regime):
             wanted = true[:, shift : shift + supervised.shape[1]][supervised]
             count = max(1, len(rows))
             reg = distance(rows, wanted) / count
-            cls, agreement = self._classification(rows, wanted)
-            weight = self.position_decay**step
-            total = total + weight * (self.w_reg * reg + self.w_cls * cls / count)
-            name = "" if step == 0 else f"_{step}"
-            parts |= {f"regression{name}": reg.detach(), f"classification{name}": cls.detach() / count}
-            parts[f"top1_agreement{name}"] = agreement / count
+            loss, counted = self._classification(rows, wanted)
+            total = total + self.position_decay**step * (self.w_reg * reg + loss / count)
+            found = {"regression": reg.detach(), **{key: value / count for key, value in counted.items()}}
+            parts |= {key if step == 0 else f"{key}_{step}": value for key, value in found.items()}
         return {"loss": total, **parts}
 
-    def _classification(self, rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of the soft cross-entropies of draft and target laws, and how often their first choices agree."""
-        agreement = torch.zeros((), device=rows.device)  # in float32: bfloat16 cannot count beyond 256
+    def _classification(self, rows: Tensor, wanted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The rows' weighted losses on draft and target laws, summed; and sums of each, and of equal first choices."""
+        dtype = torch.promote_types(rows.dtype, torch.float32)  # bfloat16 cannot count beyond 256
+        names = ("classification", "top1_agreement", *(["top_k"] if self.w_top_k else []))
+        counted = {name: torch.zeros((), dtype=dtype, device=rows.device) for name in names}
+        weights = {"classification": self.w_cls, "top_k": self.w_top_k}
 
         def row_loss(hidden: Tensor, which: slice) -> Tensor:
-            nonlocal agreement
             draft_logits = self.drafter.logits(hidden, step=0)
             with torch.no_grad():
                 target_logits = self._head(wanted[which])
-                agreement += (draft_logits.argmax(-1) == target_logits.argmax(-1)).sum()
-            return soft_cross_entropy(draft_logits, target_logits).sum()
+                counted["top1_agreement"] += (draft_logits.argmax(-1) == target_logits.argmax(-1)).sum()
+            losses = {"classification": soft_cross_entropy(draft_logits, target_logits).sum()}
+            if self.w_top_k:
+                losses["top_k"] = top_k_cross_entropy(draft_logits, target_logits, self.top_k).sum()
+            for name, loss in losses.items():
+                counted[name] += loss.detach()
+            return torch.stack([weights[name] * loss for name, loss in losses.items()]).sum()
 
-        return chunked_loss(row_loss, rows, chunk_rows=self.chunk_rows), agreement
+        return chunked_loss(row_loss, rows, chunk_rows=self.chunk_rows), counted
 
     def _with_noise(self, features: TargetFeatures, seed: int | None) -> TargetFeatures:
         assert features.hidden is not None

@@ -24,6 +24,8 @@ class LawMatching(Regime):
 
     Row t of step s tells a law of x_{t+2+s}. It is compared with the target's over the draft vocabulary, renormalised,
     where that token is one the target said. `losses` names the divergences and their weights (`train.divergences`).
+    With `skip_unproposable`, positions where the target's first choice is outside the draft vocabulary are no longer
+    among the supervised ones, as EAGLE-3 has it (2503.01840).
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class LawMatching(Regime):
         num_steps: int,
         position_decay: float,
         chunk_rows: int,
+        skip_unproposable: bool = False,
         **optimization: Any,
     ) -> None:
         super().__init__(drafter, target, **optimization)
@@ -48,12 +51,14 @@ class LawMatching(Regime):
             )
         self.divergence = Divergence(losses, temperature, lk_eta)
         self.num_steps, self.position_decay, self.chunk_rows = num_steps, position_decay, chunk_rows
+        self.skip_unproposable = skip_unproposable and drafter.vocab.reduced
 
     def training_losses(self, batch: Batch, step: int) -> dict[str, Tensor]:
         """The loss, and for every step s its part, the chance of acceptance and how often the first choices agree."""
         features, states = self.features(batch)
         assert states is not None
         total = states.new_zeros((), dtype=torch.promote_types(states.dtype, torch.float32))
+        batch = batch._replace(loss_mask=self._proposable(states, batch.loss_mask))
         parts: dict[str, Tensor] = {}
         for ahead, hidden in enumerate(self.drafter.unroll(features, self.num_steps)):
             loss, told = self.step_loss(batch, states, hidden, ahead)
@@ -76,6 +81,18 @@ class LawMatching(Regime):
         parts = {f"divergence{name}": loss.detach() / count}
         parts[f"acceptance{name}"], parts[f"top1_agreement{name}"] = counted / count
         return loss / count, parts
+
+    @torch.no_grad()
+    def _proposable(self, states: Tensor, loss_mask: Tensor) -> Tensor:
+        """The loss mask (B, S), without the tokens before which the target's first choice cannot be proposed."""
+        if not self.skip_unproposable:
+            return loss_mask
+        supervised = loss_mask.clone()
+        supervised[:, 0] = False  # no state is before it
+        before = states[:, :-1][supervised[:, 1:]]  # (M, D)
+        first = [self.target.head(rows).argmax(-1) for rows in before.split(self.chunk_rows)]
+        known = self.drafter.vocab.to_draft(torch.cat(first)) >= 0 if first else supervised.new_zeros(0)
+        return supervised.masked_scatter(supervised.clone(), known)
 
     def _matched(self, rows: Tensor, true: Tensor, said: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
         """Sum of the rows' divergences, and sums (2,) of their chance of acceptance and agreement of first choices."""

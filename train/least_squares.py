@@ -1,49 +1,69 @@
-"""The best linear map of what a drafter reads onto what it is to tell, found before training.
+"""What a training can start from: the best linear map of what a drafter reads onto what it is to estimate.
 
-B batch, S rows, M supervised rows, I inputs, O outputs.
+M supervised rows of a batch, K read and F wanted numbers of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from data.loader import Batch, StepBatches
+from models.errors import UserError
 
 _ROWS_PER_UNKNOWN = 64
+Rows = Callable[[Batch], tuple[Tensor, Tensor]]  # a batch → what is read (M, K) and wanted (M, F)
 
-Rows = Callable[[Batch], tuple[Tensor, Tensor]]  # a batch → inputs (M, I) and outputs (M, O)
 
+class Moments(NamedTuple):
+    """Sums over rows, in float64: XᵀX (K, K), XᵀY (K, F) and Y² (F,); and how many rows."""
 
-@torch.no_grad()
-def linear_map(batches: StepBatches, rows: Rows, device: torch.device) -> Tensor:
-    """The weight (O, I) with the least squared error on the first batches, by ridge regression.
-
-    Some `_ROWS_PER_UNKNOWN` rows are read for each input, or all there are.
-    """
-    inputs = outputs = torch.zeros((), dtype=torch.float64, device=device)
-    count = 0
-    for given, wanted in _some(batches, rows, device):
-        inputs = inputs + (given.t() @ given).double()
-        outputs = outputs + (given.t() @ wanted).double()
-        count += len(given)
-        if count >= _ROWS_PER_UNKNOWN * given.shape[1]:
-            break
-    ridge = 1e-3 * inputs.diagonal().mean() * torch.eye(len(inputs), dtype=torch.float64, device=device)
-    return torch.linalg.solve(inputs + ridge, outputs).t()
+    read: Tensor
+    both: Tensor
+    squares: Tensor
+    num_rows: int
 
 
 @torch.no_grad()
-def root_mean_squares(batches: StepBatches, rows: Rows, device: torch.device) -> Tensor:
-    """How large each output is on the first batch: (O,), at least 1e-6."""
-    _, wanted = next(_some(batches, rows, device))
-    return wanted.double().square().mean(0).sqrt().clamp(min=1e-6)
-
-
-def _some(batches: StepBatches, rows: Rows, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    for step in range(-(-len(batches.token_ids) // batches.batch_size)):
+def moments(batches: StepBatches, device: torch.device, rows: Rows) -> Moments:
+    """Of what `rows` reads (M, K) and wants (M, F) of the first batches, some `_ROWS_PER_UNKNOWN` rows for each K."""
+    sums: list[Tensor] = []
+    count = step = 0
+    while step == 0 or step * batches.batch_size < len(batches.token_ids):
         made = batches[step]
         hidden = None if made.hidden is None else made.hidden.to(device)
-        yield rows(Batch(made.token_ids.to(device), made.loss_mask.to(device), made.lengths, hidden))
+        x, y = rows(Batch(made.token_ids.to(device), made.loss_mask.to(device), made.lengths, hidden))
+        more = [part.double() for part in (x.t() @ x, x.t() @ y, y.square().sum(0))]
+        sums = [a + b for a, b in zip(sums, more, strict=True)] if sums else more
+        count, step = count + len(x), step + 1
+        if count >= _ROWS_PER_UNKNOWN * x.shape[1]:
+            break
+    return Moments(sums[0], sums[1], sums[2], count)
+
+
+def ridge(read: Tensor, both: Tensor) -> Tensor:
+    """(XᵀX + λ)⁻¹ XᵀY of the sums XᵀX (K, K) and XᵀY (K, F), with λ a thousandth of the mean of X²: (K, F)."""
+    weight = 1e-3 * read.diagonal().mean() * torch.eye(len(read), dtype=read.dtype, device=read.device)
+    return torch.linalg.solve(read + weight, both)
+
+
+def linear_map(batches: StepBatches, rows: Rows, device: torch.device) -> Tensor:
+    """The best linear map (F, K) of what `rows` reads onto what it wants."""
+    found = moments(batches, device, rows)
+    return ridge(found.read, found.both).t()
+
+
+def root_mean_squares(batches: StepBatches, rows: Rows, device: torch.device) -> Tensor:
+    """How large each wanted number is: (F,), at least 1e-6."""
+    found = moments(batches, device, rows)
+    return (found.squares / max(1, found.num_rows)).sqrt().clamp(min=1e-6)
+
+
+def check_start(start: str) -> bool:
+    """Whether `drafter.training.start` is least_squares. Raises UserError where it is neither that nor random."""
+    if start not in ("least_squares", "random"):
+        raise UserError(f"drafter.training.start is {start!r}: choose least_squares or random.")
+    return start == "least_squares"

@@ -66,6 +66,16 @@ def soft_cross_entropy(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     return -(target_logits.softmax(-1, dtype=dtype) * draft_logits.log_softmax(-1, dtype=dtype)).sum(-1)
 
 
+def top_k_cross_entropy(draft_logits: Tensor, target_logits: Tensor, top_k: int) -> Tensor:
+    """−Σ p(x) log q(x) per row over the `top_k` tokens x of the largest p, all if they are fewer: (M, Vd) twice → (M,).
+
+    The laws themselves are over all Vd (HASS, 2408.15766). Laws and losses are in float32 at least.
+    """
+    dtype = torch.promote_types(draft_logits.dtype, torch.float32)
+    p, tokens = target_logits.softmax(-1, dtype=dtype).topk(min(top_k, target_logits.shape[-1]), dim=-1)
+    return -(p * draft_logits.log_softmax(-1, dtype=dtype).gather(-1, tokens)).sum(-1)
+
+
 def regression(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
     """A distance of estimated and true states, summed over rows and averaged over D.
 

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from data.loader import Batch, StepBatches
-from models.errors import UserError
 from models.target import Target
 from models.types import TargetFeatures
 from train.curriculum import make_curriculum
 from train.gradient_projection import norms, projected, random_orders
 from train.law_matching import LawMatching
-from train.least_squares import linear_map, root_mean_squares
+from train.least_squares import check_start, linear_map, root_mean_squares
 from train.task_weights import make_weights
 
 Gradients = list[Tensor | None]
@@ -49,14 +48,9 @@ class MultiToken(LawMatching):
         **others: Any,
     ) -> None:
         super().__init__(drafter, target, num_steps=num_steps, max_steps=max_steps, position_decay=1.0, **others)
-        deepest = getattr(drafter, "max_depth", None)
-        if deepest is not None and num_steps > deepest:
-            raise UserError(f"drafter.training.num_steps is {num_steps}, but the drafter has {deepest} heads only.")
         self.weights = make_weights(num_steps, **weights)
         self.curriculum = make_curriculum(num_steps, max_steps, **curriculum)
-        if start not in ("least_squares", "random"):
-            raise UserError(f"drafter.training.start is {start!r}: choose least_squares or random.")
-        self.projection, self.from_least_squares = projection, start == "least_squares"
+        self.projection, self.from_least_squares = projection, check_start(start)
         self._batches_per_step, self._batches_per_epoch = 1, float("inf")
 
     def start(self, batches: StepBatches) -> None:

@@ -40,7 +40,10 @@ class LoopedLayers:
         self.rows: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(config.num_hidden_layers)]
 
     def row(self, x: Tensor, position: int) -> Tensor:
-        """Take in one more row (D,) and return what the last layer makes of it. A norm without weights is left out."""
+        """Take in one more row (D,) and return what the last layer makes of it.
+
+        A norm without weights is left out. A first layer with two of them is EAGLE-3's, and reads [emb; h] (2·D,).
+        """
         for index, known in enumerate(self.rows):
             x = self._layer(x, index, known, position)
         return x
@@ -52,7 +55,12 @@ class LoopedLayers:
     def _layer(self, x: Tensor, index: int, known: list[tuple[Tensor, Tensor]], position: int) -> Tensor:
         w = {k.removeprefix(f"layers.{index}."): t for k, t in self.weights.items() if f"layers.{index}." in k}
         norm = w.get("input_layernorm.weight")
-        read = x if norm is None else rms_normed(x, norm, self.eps)
+        if "hidden_norm.weight" in w:
+            embedded, x = x[: len(x) // 2], x[len(x) // 2 :]
+            parts = (rms_normed(embedded, norm, self.eps), rms_normed(x, w["hidden_norm.weight"], self.eps))
+            read = torch.cat(parts)
+        else:
+            read = x if norm is None else rms_normed(x, norm, self.eps)
         q, k, v = ((w[f"self_attn.{name}_proj.weight"] @ read).view(-1, self.head_dim) for name in ("q", "k", "v"))
         known.append((torch.stack([rotated(head, position, self.theta) for head in k]), v))
         out = []

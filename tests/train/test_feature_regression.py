@@ -23,8 +23,8 @@ from train.feature_regression import FeatureRegression
 
 PUBLISHED: dict[str, Any] = {
     "max_steps": 100, "lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0, "warmup_fraction": 0.05,
-    "regression": "mse", "w_reg": 1.0, "w_cls": 0.1, "noise": 0.0, "num_steps": 1, "position_decay": 1.0,
-    "chunk_rows": 4, "start": "least_squares", "seed": 0,
+    "regression": "mse", "w_reg": 1.0, "w_cls": 0.1, "w_top_k": 0.0, "top_k": 10, "noise": 0.0, "num_steps": 1,
+    "position_decay": 1.0, "chunk_rows": 4, "start": "least_squares", "seed": 0,
 }  # fmt: skip
 EAGLE = {"_target_": "models.drafter.eagle.EagleDrafter"}
 EXACT = {"atol": 1e-11, "rtol": 1e-11}
@@ -90,7 +90,7 @@ def losses_by_loop(
     head = target.head.rows(drafter.vocab.token_ids)
     parts: dict[str, Tensor] = {"loss": torch.zeros((), dtype=true.dtype)}
     for step, estimate in enumerate(drafter.unroll(features, module.num_steps)):
-        reg, cls, agree, count = 0.0, 0.0, 0, 0
+        reg, cls, top, agree, count = 0.0, 0.0, 0.0, 0, 0
         for row in range(len(true)):
             for t in range(true.shape[1]):
                 about = t + 2 + step  # the token whose law is estimated
@@ -103,12 +103,16 @@ def losses_by_loop(
                 reg = reg + (difference**2 if module.regression == "mse" else huber).mean()
                 p, log_q = head(f).softmax(-1), drafter.logits(f_hat).log_softmax(-1)
                 cls = cls - (p * log_q).sum()
+                for token in sorted(range(len(p)), key=lambda x: -float(p[x]))[: module.top_k]:
+                    top = top - p[token] * log_q[token]
                 agree += int(p.argmax()) == int(log_q.argmax())
         name = f"_{step}" if step else ""
         parts |= {f"regression{name}": reg / count, f"classification{name}": cls / count}
         parts[f"top1_agreement{name}"] = torch.tensor(agree / count)
-        weight = module.position_decay**step
-        parts["loss"] = parts["loss"] + weight * (module.w_reg * reg + module.w_cls * cls) / count
+        if module.w_top_k:
+            parts[f"top_k{name}"] = top / count
+        weighted = module.w_reg * reg + module.w_cls * cls + module.w_top_k * top
+        parts["loss"] = parts["loss"] + module.position_decay**step * weighted / count
     return parts
 
 
@@ -118,8 +122,9 @@ def losses_by_loop(
         {},
         {"regression": "smooth_l1", "w_reg": 0.7, "w_cls": 0.3, "chunk_rows": 512},
         {"num_steps": 3, "position_decay": 0.8, "chunk_rows": 3},
+        {"num_steps": 3, "w_top_k": 1.5, "top_k": 4, "chunk_rows": 3},
     ],
-    ids=["published", "smooth_l1", "three-steps"],
+    ids=["published", "smooth_l1", "three-steps", "hass"],
 )
 @pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
 def test_losses_and_gradients_are_those_of_loops(changes: Any, reduced: bool, target: Target, batch: Batch) -> None:
@@ -349,11 +354,12 @@ def test_bfloat16_states_are_counted_in_float32(target: Target) -> None:
     head = target.head.weight.bfloat16()
     module._head = lambda hidden: nn.functional.linear(hidden, head)
     drafter._head = (module._head,)
-    loss, agreement = module._classification(rows, rows)
-    assert agreement == 600
+    loss, counted = module._classification(rows, rows)
+    assert counted["top1_agreement"] == 600
     logits = nn.functional.linear(rows, head).double()
     expected = -(logits.softmax(-1) * logits.log_softmax(-1)).sum()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert counted["classification"].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert loss.item() == pytest.approx(module.w_cls * expected.item(), rel=1e-5)
 
 
 # The least-squares start
@@ -384,6 +390,45 @@ def test_training_starts_at_the_best_linear_map(target: Target, batch: Batch) ->
     (estimate,) = drafter.unroll(features, 1)
     fused = torch.cat([target.embedding(features.next_token_ids), hidden], dim=-1)
     torch.testing.assert_close(estimate, fused @ drafter.fc.weight.t(), **EXACT)
+
+
+def test_windows_and_later_estimates_start_at_the_best_linear_maps_too(target: Target, batch: Batch) -> None:
+    """The later ones as maps of the first estimate, over rows all of whose states come before what the target said."""
+    drafter = build_shaken(EAGLE | {"feature_window": 2, "num_future": 2}, target, DraftVocab(target.vocab_size))
+    rows = [
+        {"token_ids": ids[:n].tolist(), "loss_mask": mask[:n].int().tolist()}
+        for ids, mask, n in zip(batch.token_ids, batch.loss_mask, batch.lengths.tolist(), strict=True)
+    ]
+    module_of(drafter, target).start(StepBatches(datasets.Dataset.from_list(rows), 1, 12, seed=0))
+    hidden = target(batch.token_ids, capture_layers=(target.num_layers,)).hidden
+    read, first, second = [], [], []
+    for b, n in enumerate(batch.lengths.tolist()):
+        pairs = [torch.zeros(32, dtype=torch.float64)]
+        for t in range(n - 3):
+            pairs.append(torch.cat([target.embedding(batch.token_ids[b, t + 1]), hidden[b, t]]))
+            if batch.loss_mask[b, t + 2] and batch.loss_mask[b, t + 3]:
+                read.append(torch.cat(pairs[-2:]))
+                first.append(hidden[b, t + 1])
+                second.append(hidden[b, t + 2])
+    x, y, z = torch.stack(read), torch.stack(first), torch.stack(second)
+    assert len(x) > 5
+    weights = []
+    for inputs, outputs in ((x, y), (None, z)):
+        inputs = x @ weights[0].t() if inputs is None else inputs
+        ridge = 1e-3 * inputs.square().sum() / inputs.shape[1] * torch.eye(inputs.shape[1])
+        weights.append(torch.linalg.solve(inputs.t() @ inputs + ridge, inputs.t() @ outputs).t())
+    torch.testing.assert_close(drafter.fc.weight.detach(), weights[0], atol=1e-8, rtol=1e-6)
+    torch.testing.assert_close(drafter.further[0].weight.detach(), weights[1], atol=1e-8, rtol=1e-6)
+
+
+def test_there_are_no_more_likeliest_tokens_than_the_drafter_proposes(target: Target, batch: Batch) -> None:
+    """All of them together are the soft cross-entropy."""
+    drafter = build_shaken(EAGLE, target, DraftVocab(20, KEPT))
+    module = module_of(drafter, target, w_top_k=1.0, top_k=15)
+    found = module.losses(features_of(target, drafter, batch), batch.loss_mask)
+    torch.testing.assert_close(found["top_k"], found["classification"], **EXACT)
+    with pytest.raises(UserError, match="top_k is 0"):
+        module_of(drafter, target, top_k=0)
 
 
 def test_a_random_start_changes_nothing(target: Target, batch: Batch) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
+import datasets
 import pytest
 import torch
 from torch import Tensor, nn
 
-from data.loader import Batch
+from data.loader import Batch, StepBatches
 from models.errors import UserError
 from models.target import Target
 from models.types import TargetFeatures
@@ -17,6 +19,7 @@ from models.vocab import DraftVocab
 from tests.helpers.drafters import build_shaken, tiny_target
 from train.divergences import Divergence
 from train.law_matching import LawMatching
+from train.training_time_test import TrainingTimeTest
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 100, "lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0, "warmup_fraction": 0.05,
@@ -25,7 +28,7 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 DRAFT_LM = {"_target_": "models.drafter.draft_lm.DraftLM", "num_layers": 1}
 EXACT = {"atol": 1e-11, "rtol": 1e-11}
-KEPT = torch.tensor([0, 2, 3, 4, 7, 9, 10, 13, 14, 18])
+KEPT = torch.tensor([0, 2, 3, 4, 7, 9, 11, 13, 14, 18])  # of the first choices 3, 8, 11, 17
 
 
 class Scripted(nn.Module):
@@ -88,6 +91,8 @@ def losses_by_loop(module: LawMatching, target: Target, batch: Batch) -> dict[st
                 about = t + 2 + step
                 if about >= logits.shape[1] or not batch.loss_mask[row, about]:
                     continue
+                if module.skip_unproposable and logits[row, about - 1].argmax() not in kept:
+                    continue
                 count += 1
                 ours, theirs = drafter.logits(hidden[row, t]), logits[row, about - 1][kept]
                 said = int(batch.token_ids[row, about])
@@ -103,12 +108,14 @@ def losses_by_loop(module: LawMatching, target: Target, batch: Batch) -> dict[st
 
 
 @pytest.mark.parametrize("hidden_states", ["online", "cached"])
-@pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
+@pytest.mark.parametrize(
+    ("reduced", "skip"), [(False, False), (True, False), (True, True)], ids=["full", "reduced", "skipping"]
+)
 def test_losses_and_gradients_are_those_of_loops(
-    reduced: bool, hidden_states: str, target: Target, batch: Batch
+    reduced: bool, skip: bool, hidden_states: str, target: Target, batch: Batch
 ) -> None:
     drafter = build_shaken(DRAFT_LM, target, DraftVocab(20, KEPT if reduced else None))
-    module = LawMatching(drafter, target, **SETTINGS)
+    module = LawMatching(drafter, target, **SETTINGS, skip_unproposable=skip)
     expected = losses_by_loop(module, target, batch)
     if hidden_states == "cached":
         batch = batch._replace(hidden=target(batch.token_ids, capture_layers=module.capture_layers).hidden)
@@ -123,6 +130,21 @@ def test_losses_and_gradients_are_those_of_loops(
     for name, a, b in zip(parameters, ours, theirs, strict=True):
         assert b.abs().max() > 1e-6, name
         torch.testing.assert_close(a, b, **EXACT, msg=name)
+
+
+def test_only_positions_that_the_drafter_can_propose_are_kept(target: Target, batch: Batch) -> None:
+    """All of them with the whole vocabulary, else those before which the target's first choice is one of KEPT."""
+    first = target.model(input_ids=batch.token_ids).logits.argmax(-1)
+    states = target(batch.token_ids).last
+    for vocab, kept in ((DraftVocab(20), torch.arange(20)), (DraftVocab(20, KEPT), KEPT)):
+        module = LawMatching(build_shaken(DRAFT_LM, target, vocab), target, **SETTINGS, skip_unproposable=True)
+        found = module._proposable(states, batch.loss_mask)
+        for row, column in batch.loss_mask.nonzero().tolist():
+            assert found[row, column] == (int(first[row, column - 1]) in kept.tolist())
+        assert not (found & ~batch.loss_mask).any()
+    assert 0 < found.sum() < batch.loss_mask.sum()
+    nothing = torch.zeros_like(batch.loss_mask)
+    assert not module._proposable(states, nothing).any()
 
 
 def test_the_targets_own_laws_are_matched_wholly(target: Target, batch: Batch) -> None:
@@ -150,6 +172,51 @@ def test_a_batch_with_nothing_to_learn_gives_zero(target: Target, batch: Batch) 
     assert found["loss"] == 0 and found["acceptance"] == 0
     found["loss"].backward()
     assert all(p.grad is not None and (p.grad == 0).all() for p in drafter.parameters())
+
+
+def test_eagle3_starts_from_the_states_that_it_can_tell_best(target: Target, batch: Batch) -> None:
+    """By loops: fc onto the target's own state in units of its root mean square, then what the next state has more."""
+    model = {"_target_": "models.drafter.eagle3.Eagle3Drafter", "capture_layers": [0, 1]}
+    drafter = build_shaken(model, target, DraftVocab(20))
+    rows = [
+        {"token_ids": ids[:n].tolist(), "loss_mask": mask[:n].int().tolist()}
+        for ids, mask, n in zip(batch.token_ids, batch.loss_mask, batch.lengths.tolist(), strict=True)
+    ]
+    batches = StepBatches(datasets.Dataset.from_list(rows), 1, 12, seed=0)
+    module = TrainingTimeTest(drafter, target, **SETTINGS, start="least_squares")
+    with mock.patch.object(drafter, "start_layers", wraps=drafter.start_layers) as start_layers:
+        module.start(batches)
+    low, high, last = target(batch.token_ids, capture_layers=(0, 1, 2)).hidden.chunk(3, dim=-1)
+    places = [(b, t) for b, n in enumerate(batch.lengths.tolist()) for t in range(n - 2) if batch.loss_mask[b, t + 2]]
+    x = torch.stack([torch.cat([low[p], high[p]]) for p in places])
+    y = torch.stack([last[p] for p in places])
+    scale = y.square().mean(0).sqrt()
+    torch.testing.assert_close(drafter.norm.weight.detach(), scale, **EXACT)
+    torch.testing.assert_close(drafter.fc.weight.detach().t() * scale, ridge_by_definition(x, y), atol=1e-8, rtol=1e-6)
+    h = x @ drafter.fc.weight.detach().t()
+    layer = drafter.stack.layers[0]
+    tokens = target.embedding(torch.stack([batch.token_ids[b, t + 1] for b, t in places]))
+    z = torch.cat([layer.input_layernorm(tokens), layer.hidden_norm(h)], dim=-1).detach()
+    more = torch.stack([last[b, t + 1] for b, t in places]) / scale - h
+    weight, read = start_layers.call_args.args
+    torch.testing.assert_close(weight.t(), ridge_by_definition(z, more), atol=1e-8, rtol=1e-6)
+    torch.testing.assert_close(read, z.t() @ z / len(z), **EXACT)
+
+
+def ridge_by_definition(x: Tensor, y: Tensor) -> Tensor:
+    weight = 1e-3 * x.square().sum() / x.shape[1] * torch.eye(x.shape[1], dtype=x.dtype)
+    return torch.linalg.inv(x.t() @ x + weight) @ x.t() @ y
+
+
+def test_a_start_is_known_and_the_drafters_own(target: Target) -> None:
+    drafter = build_shaken({"_target_": "models.drafter.eagle3.Eagle3Drafter"}, target, DraftVocab(20))
+    before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    TrainingTimeTest(drafter, target, **SETTINGS, start="random").start(None)  # type: ignore[arg-type]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.state_dict().items())
+    with pytest.raises(UserError, match="least_squares or random"):
+        TrainingTimeTest(drafter, target, **SETTINGS, start="zero")
+    with pytest.raises(UserError, match="DraftLM is not trained by"):
+        TrainingTimeTest(build_shaken(DRAFT_LM, target, DraftVocab(20)), target, **SETTINGS, start="random")
 
 
 def test_misspelt_settings_are_refused(target: Target) -> None:

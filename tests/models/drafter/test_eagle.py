@@ -16,9 +16,10 @@ from conf.compose import ROOT, plain
 from engine.loop import generate
 from engine.settings import DecodeSettings
 from models.checkpoint import native
-from models.drafter.eagle import EagleDrafter, EagleState
+from models.drafter.eagle import EagleDrafter
 from models.layers import UnrolledMemory, unrolled_mask
 from models.sampling import RequestRandom, SamplingParams
+from models.state_feedback import FeedbackState
 from models.target import Target
 from models.types import Draft, TargetFeatures
 from models.vocab import DraftVocab
@@ -316,7 +317,7 @@ class UnrollReadsOtherRows(_OwnUnroll):
 class DraftPositionsAhead(EagleDrafter):
     """Drafted rows are placed one position too far on."""
 
-    def expander(self, state: EagleState, committed: TargetFeatures) -> Any:
+    def expander(self, state: FeedbackState, committed: TargetFeatures) -> Any:
         made: Any = super().expander(state, committed)
         begin = made._rows.begin
 
@@ -331,7 +332,7 @@ class DraftPositionsAhead(EagleDrafter):
 class KeepsItsDraft(EagleDrafter):
     """Committed rows are put behind the drafted ones, which are not dropped."""
 
-    def propose(self, state: EagleState, committed: TargetFeatures, **options: Any) -> Draft:
+    def propose(self, state: FeedbackState, committed: TargetFeatures, **options: Any) -> Draft:
         state.committed = state.cache.lengths
         return super().propose(state, committed, **options)
 
@@ -339,7 +340,7 @@ class KeepsItsDraft(EagleDrafter):
 class ForgetsOne(EagleDrafter):
     """The last committed row is dropped together with the draft."""
 
-    def propose(self, state: EagleState, committed: TargetFeatures, **options: Any) -> Draft:
+    def propose(self, state: FeedbackState, committed: TargetFeatures, **options: Any) -> Draft:
         state.committed = (state.committed - 1).clamp(min=0)
         return super().propose(state, committed, **options)
 
@@ -377,7 +378,7 @@ def test_a_cache_that_keeps_too_much_or_too_little_is_noticed(mutant: type[Eagle
 class ReportsAnotherTemperature(EagleDrafter):
     """The law handed on is that of temperature 1 / 1.5, where the tokens were drawn at 1."""
 
-    def propose(self, state: EagleState, committed: TargetFeatures, **options: Any) -> Draft:
+    def propose(self, state: FeedbackState, committed: TargetFeatures, **options: Any) -> Draft:
         draft = super().propose(state, committed, **options)
         law = draft.probs**1.5
         return replace(draft, probs=law / law.sum(-1, keepdim=True))
