@@ -2,7 +2,7 @@
 # make test    install, and run the tests (without the slow ones)
 # make lint    ruff, mypy and the house rules
 # make bench   time the engine on SmolLM2 beside transformers' generate, plain, with a draft model and with look-up
-# The tests use one thread: their matrices are small, and two threads on two busy cores stall each other.
+# The tests use two processes of one thread: their matrices are small, and threads on busy cores stall each other.
 # PYTHON=python3.11 or VENV=folder choose another interpreter or place.
 
 PYTHON ?= python3
@@ -24,7 +24,7 @@ demo: install
 	$(BIN)/python train/run.py +drafter=eagle
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" --durations=15
 
 test-slow: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --durations=5

@@ -54,4 +54,3 @@ class TrainingTimeTest(LawMatching):
             read = drafter.stack.layers[0].read(drafter.fuse(features.next_token_ids, h))
             wanted = states.roll(-1, dims=1) / scale.to(states) - h
         return read[:, :-2][supervised], wanted[:, :-2][supervised]
-
