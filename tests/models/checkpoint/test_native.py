@@ -265,9 +265,9 @@ def test_a_target_of_another_width_does_not_fit_even_under_the_same_fingerprint(
         ("models.drafter.eagle.Nothing", "has no drafter"),
         ("models.drafter.nothing.EagleDrafter", "has no drafter"),
         ("models.drafter.eagle.os.system", "has no drafter"),
-        ("models.drafter.eagle.KVCache", "is not a drafter"),  # what the module imports
+        ("models.drafter.eagle.DecoderStack", "is not a drafter"),  # what the module imports
         ("models.drafter.eagle.torch", "is not a drafter"),
-        ("models.drafter.eagle.draw", "is not a drafter"),
+        ("models.drafter.eagle.layer_config", "is not a drafter"),
     ],
 )
 def test_nothing_but_a_drafters_class_is_built(path: str, said: str, folder: Path, target: Target) -> None:
@@ -280,7 +280,7 @@ def test_nothing_but_a_drafters_class_is_built(path: str, said: str, folder: Pat
     ("arguments", "said"),
     [
         ({"num_layer": 2}, "takes no argument 'num_layer'. Did you mean 'num_layers'?"),
-        ({"zzz": 1}, "takes no argument 'zzz'. It takes: num_layers, intermediate_size"),
+        ({"zzz": 1}, "takes no argument 'zzz'. It takes: num_layers, feature_window, num_future, intermediate_size"),
         ({"target": 1}, "takes no argument 'target'"),
         ({"vocab": 1}, "takes no argument 'vocab'"),
     ],
