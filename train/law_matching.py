@@ -5,6 +5,7 @@ B batch, S rows, M supervised rows, D hidden size, Vd draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -57,24 +58,37 @@ class LawMatching(Regime):
         """The loss, and for every step s its part, the chance of acceptance and how often the first choices agree."""
         features, states = self.features(batch)
         assert states is not None
+        labels = self.drafter.vocab.to_draft(batch.token_ids)
+        return self.law_losses(batch, states, self.drafter.unroll(features, self.num_steps), labels)
+
+    def law_losses(self, batch: Batch, states: Tensor, steps: Iterable[Tensor], labels: Tensor) -> dict[str, Tensor]:
+        """As `training_losses`, of the target's states (B, S, D), the drafter's of every step, and draft ids (B, S).
+
+        `labels` are what the target said, −1 where the drafter cannot propose it or the target did not say it.
+        """
         total = states.new_zeros((), dtype=torch.promote_types(states.dtype, torch.float32))
         batch = batch._replace(loss_mask=self._proposable(states, batch.loss_mask))
         parts: dict[str, Tensor] = {}
-        for ahead, hidden in enumerate(self.drafter.unroll(features, self.num_steps)):
-            loss, told = self.step_loss(batch, states, hidden, ahead)
+        for ahead, hidden in enumerate(steps):
+            loss, told = self.step_loss(batch, states, hidden, ahead, labels)
             total = total + self.position_decay**ahead * loss
             parts |= told
         return {"loss": total, **parts}
 
-    def step_loss(self, batch: Batch, states: Tensor, hidden: Tensor, ahead: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def step_loss(
+        self, batch: Batch, states: Tensor, hidden: Tensor, ahead: int, labels: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The mean divergence at the step whose states are `hidden` (B, S, D), and what is to be logged of it.
 
-        `states` (B, S, D) are those that the target's head reads.
+        `states` (B, S, D) are those that the target's head reads; `labels` (B, S) are as `law_losses` has them, and
+        without them all tokens are the target's.
         """
+        if labels is None:
+            labels = self.drafter.vocab.to_draft(batch.token_ids)
         supervised = batch.loss_mask[:, ahead + 2 :]  # (B, S − ahead − 2)
         rows = hidden[:, : supervised.shape[1]][supervised]  # (M, D)
         true = states[:, ahead + 1 : ahead + 1 + supervised.shape[1]][supervised]
-        said = batch.token_ids[:, ahead + 2 :][supervised]
+        said = labels[:, ahead + 2 :][supervised]
         loss, counted = self._matched(rows, true, said, ahead)
         count = max(1, len(rows))
         name = "" if ahead == 0 else f"_{ahead}"
@@ -94,10 +108,9 @@ class LawMatching(Regime):
         known = self.drafter.vocab.to_draft(torch.cat(first)) >= 0 if first else supervised.new_zeros(0)
         return supervised.masked_scatter(supervised.clone(), known)
 
-    def _matched(self, rows: Tensor, true: Tensor, said: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
+    def _matched(self, rows: Tensor, true: Tensor, labels: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
         """Sum of the rows' divergences, and sums (2,) of their chance of acceptance and agreement of first choices."""
         counted = torch.zeros(2, device=rows.device)  # in float32: bfloat16 cannot count beyond 256
-        labels = self.drafter.vocab.to_draft(said)
 
         def row_loss(hidden: Tensor, which: slice) -> Tensor:
             draft_logits = self.drafter.logits(hidden, ahead)

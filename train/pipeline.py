@@ -162,7 +162,8 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
         options, target, run, [TrainingRecord(run / "training.json"), measured, TrainingProgress(measured), last]
     )
     if not resume.exists():
-        module.start(data.batches)
+        for name, text in (module.start(data.batches) or {}).items():
+            write_text(run / name, text)
     per_step = options["trainer"]["accumulate_grad_batches"]
     loader = step_loader(data.batches, per_step * _steps_done(resume), per_step * settings["max_steps"])
     try:

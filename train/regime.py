@@ -58,8 +58,12 @@ class Regime(lightning.LightningModule):
         """The frozen target."""
         return self._target[0]
 
-    def start(self, batches: StepBatches) -> None:
-        """Prepare the drafter before the first step of all; a resumed run does not come here."""
+    def start(self, batches: StepBatches) -> dict[str, str] | None:
+        """Prepare the drafter before the first step of all; a resumed run does not come here.
+
+        Returns files for the run's folder that tell what was found, by their names.
+        """
+        return None
 
     def measured(self, stats: DecodingStats) -> None:
         """Take note of what the engine measured with the drafter on validation prompts."""
@@ -77,16 +81,20 @@ class Regime(lightning.LightningModule):
         progress = (step - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps)
         return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
+    def with_states(self, batch: Batch) -> Batch:
+        """The batch with the target's states, which are computed here where they are not cached."""
+        if batch.hidden is not None or not self.capture_layers:
+            return batch
+        with torch.no_grad(), torch.autocast(batch.token_ids.device.type, enabled=False):
+            return batch._replace(hidden=self.target(batch.token_ids, capture_layers=self.capture_layers).hidden)
+
     def features(self, batch: Batch) -> tuple[TargetFeatures, Tensor | None]:
         """What the drafter reads of a batch, and the states (B, S, D) that the target's head reads, if asked for.
 
         Both are cached states, or of the target's forward pass. The token after the last row is unknown, and 0 here;
         no supervised estimate reads it.
         """
-        hidden = batch.hidden
-        if hidden is None and self.capture_layers:
-            with torch.no_grad(), torch.autocast(batch.token_ids.device.type, enabled=False):
-                hidden = self.target(batch.token_ids, capture_layers=self.capture_layers).hidden
+        hidden = self.with_states(batch).hidden
         following = nn.functional.pad(batch.token_ids[:, 1:], (0, 1))
         parts = () if hidden is None else hidden.chunk(len(self.capture_layers), dim=-1)
         last = parts[self.capture_layers.index(self.target.num_layers)] if self.needs_laws else None

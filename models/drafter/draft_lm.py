@@ -26,11 +26,12 @@ from models.layers import layer_config
 from models.linear import accelerate
 from models.sampling import RequestRandom, SamplingParams
 from models.target import Target, load_target
+from models.target.head import Head
 from models.types import Draft, TargetFeatures
 from models.vocab import DraftVocab
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
-_NEW_LAYERS = 2
+NEW_LAYERS = 2
 _LEFT_OUT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
@@ -47,57 +48,24 @@ class DraftLMState:
         self.committed = self.committed[rows]
 
 
-class DraftLM(nn.Module):
-    """The language model in the folder `name_or_path`, or a new one of the given `config` or sizes.
+class LMDrafter(nn.Module):
+    """A drafter that is the language model `lm`, over those tokens of `vocab` that it has.
 
-    Without both, the new model is a Llama of the target's sizes but for those given, with an embedding and a head of
-    its own. Raises UserError for a folder that is missing, has another tokenizer or an architecture that cannot be a
-    target, for a config that makes no model, and for sizes beside a model that has its own.
+    `pretrained` says that its weights are not random. A `head` that is not its own is neither trained nor saved.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        vocab: DraftVocab,
-        *,
-        name_or_path: str | None = None,
-        config: dict[str, Any] | None = None,
-        dtype: str | None = None,
-        num_layers: int | None = None,
-        hidden_size: int | None = None,
-        intermediate_size: int | None = None,
-        num_attention_heads: int | None = None,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
-    ) -> None:
+    def __init__(self, lm: Target, vocab: DraftVocab, *, pretrained: bool, head: Head | None = None) -> None:
         super().__init__()
-        sizes = {
-            "num_layers": num_layers,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "num_attention_heads": num_attention_heads,
-            "num_key_value_heads": num_key_value_heads,
-            "head_dim": head_dim,
-        }
-        _refuse_contradictions(name_or_path, config, sizes)
-        number_type = _dtype(dtype, target)
-        if name_or_path is not None:
-            lm = _read(name_or_path, target, number_type)
-        elif config is not None:
-            lm = _new(_config_of(config), target, number_type)
-            lm.check()
-        else:
-            shape = {name: size for name, size in sizes.items() if name != "num_layers"}
-            lm = _new(layer_config(target, num_layers or _NEW_LAYERS, **shape), target, number_type)
-        self.pretrained = name_or_path is not None
+        self.pretrained = pretrained
         self.capture_layers: tuple[int, ...] = ()
         self.vocab = _shared_tokens(vocab, lm.vocab_size)
         chosen = torch.arange(vocab.vocab_size) if self.vocab.token_ids is None else self.vocab.token_ids
         self._lm = (lm,)  # in a tuple: the parts that make up the drafter are the next two
         self.model = lm.model.base_model
-        self.head = lm.head if len(chosen) == lm.vocab_size else lm.head.rows(chosen)
-        embedding = lm.embedding.weight
-        self.lm_head = None if self.head.weight is embedding else self.head.linear
+        whole = lm.head if head is None else head
+        self.head = whole if len(chosen) == lm.vocab_size else whole.rows(chosen)
+        own = head is None and self.head.weight is not lm.embedding.weight
+        self.lm_head = self.head.linear if own else None
         self.requires_grad_(True)
 
     @property
@@ -139,8 +107,17 @@ class DraftLM(nn.Module):
 
         All steps are one pass over the text, moved up by one row each; the last s rows of step s repeat the last.
         """
+        return self.steps(self.states(features)[-1], num_steps)
+
+    def states(self, features: TargetFeatures, layers: tuple[int, ...] = ()) -> list[Tensor]:
+        """For training: states (B, S, D) entering the draft model's `layers`, and the last, at x_{t+1} in row t."""
         text = torch.cat([features.token_ids[:, :1], features.next_token_ids], dim=1)
-        hidden = self.lm(self._known(text)).last[:, 1:]
+        out = self.lm(self._known(text), capture_layers=layers)
+        entering = () if out.hidden is None else out.hidden.chunk(len(layers), dim=-1)
+        return [state[:, 1:] for state in (*entering, out.last)]
+
+    def steps(self, hidden: Tensor, num_steps: int) -> Iterator[Tensor]:
+        """The states of step 0, 1, ... from those of step 0, as `unroll` yields them."""
         for _ in range(num_steps):
             yield hidden
             hidden = torch.cat([hidden[:, 1:], hidden[:, -1:]], dim=1)
@@ -187,10 +164,45 @@ class DraftLM(nn.Module):
         return token_ids.clamp(max=self.lm.vocab_size - 1) if self.lm.vocab_size < self.vocab.vocab_size else token_ids
 
 
+class DraftLM(LMDrafter):
+    """The language model in the folder `name_or_path`, or a new one of the given `config` or sizes.
+
+    Without both, the new model is a Llama of the target's sizes but for those given, with an embedding and a head of
+    its own. Raises UserError for a folder that is missing, has another tokenizer or an architecture that cannot be a
+    target, for a config that makes no model, and for sizes beside a model that has its own.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        vocab: DraftVocab,
+        *,
+        name_or_path: str | None = None,
+        config: dict[str, Any] | None = None,
+        dtype: str | None = None,
+        num_layers: int | None = None,
+        hidden_size: int | None = None,
+        intermediate_size: int | None = None,
+        num_attention_heads: int | None = None,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+    ) -> None:
+        sizes = {
+            "num_layers": num_layers,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_attention_heads": num_attention_heads,
+            "num_key_value_heads": num_key_value_heads,
+            "head_dim": head_dim,
+        }
+        lm = open_lm(target, name_or_path=name_or_path, config=config, dtype=dtype, sizes=sizes)
+        super().__init__(lm, vocab, pretrained=name_or_path is not None)
+
+
 class DraftLMExpander:
     """What the draft model says along a chain, as long as that finds room in its context."""
 
-    def __init__(self, drafter: DraftLM, state: DraftLMState, hidden: Tensor) -> None:
+    def __init__(self, drafter: LMDrafter, state: DraftLMState, hidden: Tensor) -> None:
         self.room = (drafter.lm.max_positions + 1 - state.committed).clamp(min=0)
         self._drafter, self._cache, self._hidden = drafter, state.cache, hidden  # (B, D) behind the last token
 
@@ -213,6 +225,27 @@ class DraftLMExpander:
         self._cache.commit(torch.full_like(self._cache.lengths, num_tokens))
 
 
+def open_lm(
+    target: Target,
+    *,
+    name_or_path: str | None,
+    config: dict[str, Any] | None,
+    dtype: str | None,
+    sizes: dict[str, int | None],
+) -> Target:
+    """The draft model in a folder, or a new one with random weights; raises UserError as `DraftLM` says."""
+    _refuse_contradictions(name_or_path, config, sizes)
+    number_type = lm_dtype(dtype, target)
+    if name_or_path is not None:
+        return _read(name_or_path, target, number_type)
+    if config is not None:
+        lm = new_lm(_config_of(config), target, number_type)
+        lm.check()
+        return lm
+    shape = {name: size for name, size in sizes.items() if name != "num_layers"}
+    return new_lm(layer_config(target, sizes["num_layers"] or NEW_LAYERS, **shape), target, number_type)
+
+
 def _refuse_contradictions(
     name_or_path: str | None, config: dict[str, Any] | None, sizes: dict[str, int | None]
 ) -> None:
@@ -226,7 +259,8 @@ def _refuse_contradictions(
         raise UserError(f"drafter.model.{given[0]} shapes a new draft model, but {own} has its own sizes: drop one.")
 
 
-def _dtype(name: str | None, target: Target) -> torch.dtype:
+def lm_dtype(name: str | None, target: Target) -> torch.dtype:
+    """The dtype of that name, or the target's, float32 at least. Raises UserError for an unknown name."""
     if name is not None and name not in _DTYPES:
         raise UserError(f"drafter.model.dtype is {name!r}: choose {', '.join(_DTYPES)}, or null for the target's.")
     found: torch.dtype = getattr(torch, name) if name else torch.promote_types(target.dtype, torch.float32)
@@ -275,7 +309,7 @@ def _config_of(values: dict[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def _new(config: PreTrainedConfig, target: Target, dtype: torch.dtype) -> Target:
+def new_lm(config: PreTrainedConfig, target: Target, dtype: torch.dtype) -> Target:
     """A model with random weights."""
     try:
         model = AutoModelForCausalLM.from_config(config)

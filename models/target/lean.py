@@ -39,10 +39,7 @@ class LeanDecoder:
 
         What the parts compute is not looked at: `Target.check` compares the results.
         """
-        wanted = {"embed_tokens", "layers", "norm", "rotary_emb"}
-        if {name for name, _ in decoder.named_children()} != wanted or not all(map(_fits, decoder.layers)):
-            return None
-        return cls(decoder)
+        return cls(decoder) if llama_shaped(decoder) else None
 
     @property
     def linears(self) -> list[nn.Linear]:
@@ -82,6 +79,13 @@ class LeanDecoder:
         cos, sin = self._decoder.rotary_emb(x, position_ids)
         half = sin.shape[-1] // 2
         return cos.unsqueeze(2), torch.cat([-sin[..., :half], sin[..., half:]], dim=-1).unsqueeze(2)
+
+
+def llama_shaped(decoder: nn.Module) -> bool:
+    """Whether a decoder's parts have the names of those of a Llama, Qwen 2, Qwen 3 or Mistral."""
+    wanted = {"embed_tokens", "layers", "norm", "rotary_emb"}
+    children = dict(decoder.named_children())
+    return set(children) == wanted and all(map(_fits, children["layers"].children()))
 
 
 class _LeanLayer:

@@ -1,0 +1,198 @@
+"""Distillation of a target into a small language model: its laws, its layers' states, and the drafter's own texts.
+
+B batch, S rows, M supervised rows, D hidden size of the target and D' of the draft model, K layers of the draft model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data.loader import Batch, StepBatches
+from models.errors import UserError
+from models.pruning import Kept, best_units
+from models.target import Target
+from train.law_matching import LawMatching
+from train.losses import chunked_loss
+from train.on_policy import continue_answers, mixed
+from train.regime import check_counts
+from train.sensitivity import IMPORTANCES, measured_loss_of_acceptance, report, sensitivity, summary
+
+
+class Distillation(LawMatching):
+    """The losses of `LawMatching`, and `w_layers` times that of the layers; some texts are the drafter's own.
+
+    Layers (1908.09355): Σ_j ‖f_j − g_j(h_j)‖², the mean over supervised positions, where h_j is the state behind layer
+    j of the draft model, f_j that behind the target's layer `layer_map[j − 1]` (null: j·n/K, the last onto the last),
+    and g_j a learnt map where they differ in width. The square is a mean over D, or with `normalize_layers` the sum
+    over vectors of length 1. The last states are those behind the final norms.
+
+    On policy (2306.13649): every `refresh_every` steps the drafter continues the prompts of that step's batch, drawing
+    at `on_policy_temperature`; up to the next time a row of a batch is one of these with the chance `on_policy_ratio`.
+    They are a part of checkpoints. No gradient flows through the drawing, and cross_entropy leaves them out, since
+    the target did not say them.
+
+    A drafter that begins as a pruned target is cut before the first step by `importance` (`train.sensitivity`) over
+    `calibration_batches` batches; its layers too with `choose_layers` importance, or at even distances. The run's
+    `sensitivity.csv` tells of every unit, with `measure_units` also what acceptance falls by without it.
+    """
+
+    def __init__(
+        self,
+        drafter: Any,
+        target: Target,
+        *,
+        w_layers: float,
+        layer_map: list[int] | None,
+        normalize_layers: bool,
+        on_policy_ratio: float,
+        on_policy_temperature: float,
+        refresh_every: int,
+        importance: str,
+        choose_layers: str,
+        calibration_batches: int,
+        measure_units: bool,
+        **laws: Any,
+    ) -> None:
+        super().__init__(drafter, target, **laws)
+        check_counts(refresh_every=refresh_every, calibration_batches=calibration_batches)
+        if importance not in IMPORTANCES:
+            raise UserError(f"drafter.training.importance is {importance!r}: choose {' or '.join(IMPORTANCES)}.")
+        if choose_layers not in ("even", "importance"):
+            raise UserError(f"drafter.training.choose_layers is {choose_layers!r}: choose even or importance.")
+        if not 0 <= on_policy_ratio <= 1:
+            raise UserError(f"drafter.training.on_policy_ratio is {on_policy_ratio}: it must be from 0 to 1.")
+        if on_policy_ratio and drafter.capture_layers:
+            raise UserError(
+                "drafter.training.on_policy_ratio is for drafters that read tokens alone; "
+                f"{type(drafter).__name__} reads the target's states too: set it to 0."
+            )
+        self.on_policy_ratio, self.on_policy_temperature = on_policy_ratio, on_policy_temperature
+        self.refresh_every, self.importance, self.choose_layers = refresh_every, importance, choose_layers
+        self.calibration_batches, self.measure_units = calibration_batches, measure_units
+        self._own_texts: Batch | None = None
+        self.w_layers, self.normalize_layers = w_layers, normalize_layers
+        self._layer_map: tuple[int, ...] = ()
+        self.projections = nn.ModuleList()
+        if w_layers:
+            self._layer_map = _mapped(drafter, target, layer_map)
+            read, last = self.capture_layers[: self._num_read], self.capture_layers[-1]
+            self.capture_layers = tuple(dict.fromkeys((*read, *self._layer_map, last)))
+            self.projections = _projections(drafter.lm, target, len(self._layer_map))
+
+    def start(self, batches: StepBatches) -> dict[str, str] | None:
+        """Cut a drafter that begins as a pruned target."""
+        units: Kept | None = getattr(self.drafter, "units", None)
+        if units is None:
+            return None
+        chosen = [batches[step] for step in range(self.calibration_batches)]
+        scores = sensitivity(self.target, chosen, chunk_rows=self.chunk_rows)
+        counts = {"layers": len(units.layers), "groups": units.groups.shape[1], "channels": units.channels.shape[1]}
+        layers = units.layers if self.choose_layers == "even" else None
+        kept = best_units(scores[self.importance], counts, layers)
+        self.drafter.cut(kept)
+        if self.measure_units:
+            scores["acceptance_lost"] = measured_loss_of_acceptance(self.target, chosen[0])
+        print(summary(scores, kept))
+        return {"sensitivity.csv": report(scores, kept)}
+
+    def training_losses(self, batch: Batch, step: int) -> dict[str, Tensor]:
+        """The losses of the laws, and `layers`, that of the layers, where it has a weight."""
+        batch, labels = self._with_own_texts(self.with_states(batch), step)
+        features, last = self.features(batch)
+        assert last is not None
+        if not self.w_layers:
+            return self.law_losses(batch, last, self.drafter.unroll(features, self.num_steps), labels)
+        states = self.drafter.states(features, tuple(range(1, len(self._layer_map))))
+        found = self.law_losses(batch, last, self.drafter.steps(states[-1], self.num_steps), labels)
+        layers = self.layer_loss(batch, states)
+        return {**found, "loss": found["loss"] + self.w_layers * layers, "layers": layers.detach()}
+
+    def layer_loss(self, batch: Batch, states: list[Tensor]) -> Tensor:
+        """Of the draft model's states (B, S, D') behind its layers, at x_{t+1} in row t, against those of a batch."""
+        assert batch.hidden is not None
+        by_layer = dict(zip(self.capture_layers, batch.hidden.chunk(len(self.capture_layers), dim=-1), strict=True))
+        supervised = batch.loss_mask[:, 2:]  # where the state that is compared tells a token that is learnt
+        rows = torch.cat([state[:, : supervised.shape[1]][supervised] for state in states], dim=-1)  # (M, K·D')
+        true = [by_layer[layer][:, 1:-1][supervised] for layer in self._layer_map]  # K of (M, D)
+
+        def row_loss(hidden: Tensor, which: slice) -> Tensor:
+            parts = hidden.chunk(len(true), dim=-1)
+            pairs = zip(parts, self.projections, true, strict=True)
+            return torch.stack([self._distance(project(part), wanted[which]) for part, project, wanted in pairs]).sum()
+
+        parameters = list(self.projections.parameters())
+        return chunked_loss(row_loss, rows, parameters, chunk_rows=self.chunk_rows) / max(1, len(rows))
+
+    def _distance(self, ours: Tensor, theirs: Tensor) -> Tensor:
+        dtype = torch.promote_types(ours.dtype, torch.float32)
+        ours, theirs = ours.to(dtype), theirs.to(dtype)
+        if self.normalize_layers:
+            ours, theirs = (nn.functional.normalize(t, dim=-1) for t in (ours, theirs))
+            return (ours - theirs).square().sum()
+        return (ours - theirs).square().mean(-1).sum()
+
+    def _with_own_texts(self, batch: Batch, step: int) -> tuple[Batch, Tensor]:
+        """The batch with some rows of the drafter's own, and the labels (B, S), which these have none of."""
+        if not self.on_policy_ratio:
+            return batch, self.drafter.vocab.to_draft(batch.token_ids)
+        if step % self.refresh_every == 0:
+            self._own_texts = self._continued(batch, step)
+        assert self._own_texts is not None
+        if self._own_texts.hidden is None:  # made just now, or read from a checkpoint
+            device = batch.token_ids.device
+            ids, mask, lengths = (t.to(device) for t in self._own_texts[:3])
+            self._own_texts = self.with_states(Batch(ids, mask, lengths, None))
+        stream = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        chosen = (torch.rand(len(batch.token_ids), generator=stream) < self.on_policy_ratio).to(batch.token_ids.device)
+        both = mixed(batch, self._own_texts, chosen)
+        labels = self.drafter.vocab.to_draft(both.token_ids)
+        return both, torch.where(chosen[:, None], -1, labels)
+
+    def _continued(self, batch: Batch, step: int) -> Batch:
+        self.drafter.eval()
+        made = continue_answers(
+            self.drafter,
+            batch,
+            temperature=self.on_policy_temperature,
+            seed=self.seed * 1_000_003 + step,
+            stop_token_ids=self.target.stop_token_ids,
+        )
+        self.drafter.train()
+        return made
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._own_texts is not None:
+            checkpoint["own_texts"] = [t.cpu() for t in self._own_texts[:3]]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "own_texts" in checkpoint:
+            ids, mask, lengths = checkpoint["own_texts"]
+            self._own_texts = Batch(ids, mask, lengths, None)
+
+
+def _mapped(drafter: Any, target: Target, layer_map: list[int] | None) -> tuple[int, ...]:
+    """Which of the target's layers each of the draft model's is compared with, counted from 1."""
+    if not hasattr(drafter, "states"):
+        raise UserError(
+            f"drafter.training.w_layers is for language models: {type(drafter).__name__} has no layers to compare."
+        )
+    number, theirs = drafter.lm.num_layers, target.num_layers
+    if layer_map is None:
+        return tuple(max(1, round((j + 1) * theirs / number)) for j in range(number))
+    if len(layer_map) != number or not all(1 <= layer <= theirs for layer in layer_map):
+        raise UserError(
+            f"drafter.training.layer_map is {list(layer_map)}: give a layer from 1 to {theirs} of the target for each "
+            f"of the draft model's {number}."
+        )
+    return tuple(layer_map)
+
+
+def _projections(lm: Target, target: Target, count: int) -> nn.ModuleList:
+    """The maps g_j, which are the identity where the widths agree."""
+    if lm.hidden_size == target.hidden_size:
+        return nn.ModuleList(nn.Identity() for _ in range(count))
+    size = (lm.hidden_size, target.hidden_size)
+    return nn.ModuleList(nn.Linear(*size, bias=False, device=lm.device, dtype=lm.dtype) for _ in range(count))
