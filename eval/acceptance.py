@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 
 
 def job(config: DictConfig) -> None:
-    """Load every export, run the prompts, print and write the result."""
-    options = plain(config)
+    """The main job; see `measure_exports`."""
+    measure_exports(plain(config))
+
+
+def measure_exports(options: dict[str, Any]) -> list[tuple[str, Measurement]]:
+    """Load every export, run the prompts, print and write the result; a measurement per export and temperature."""
     folders = [Path(f) for f in _as_list(options["export"])]
     if options["repeats"] < 1:
         raise UserError(f"repeats is {options['repeats']}: it must be at least 1.")
@@ -65,6 +69,7 @@ def job(config: DictConfig) -> None:
     draw(measured, output / "acceptance.png")
     write_report(options, measured, output)
     print(f"wrote {output / 'acceptance.json'} and {output / 'acceptance.png'}")
+    return measured
 
 
 def write_report(options: dict[str, Any], measured: list[tuple[str, Measurement]], folder: Path) -> None:

@@ -13,9 +13,13 @@ included. Speed-up: seconds per token, plain over speculative, in turns on one m
 intervals over prompts."""
 
 
+_INT8 = "- Weights: int8 with a scale for each row of a matrix; loading turns them back into floating point.\n"
+
+
 def model_card(export: Export, measured: list[tuple[str, Measurement]]) -> str:
     """Markdown for the export's README.md; `measured` is empty before the measurement."""
     p = export.provenance
+    weights = _INT8 if export.int8 else ""
     versions = ", ".join(f"{name} {version}" for name, version in p["versions"].items() if version)
     return f"""# {export.name} drafter for {export.target["name"]}
 
@@ -25,7 +29,8 @@ target alone would have said.
 - Target: `{export.target["name"]}` (fingerprint `{export.target["fingerprint"]}`; loading against another one refuses).
   The target's licence governs what may be done with both together.
 - Trained on: {_learnt_from(p["data"])}.{_tree(export)}
-- Made by: `{p["command"]}`, revision {p["git_revision"]}, {versions}. The whole configuration is in `config.json`.
+{weights}- Made by: `{p["command"]}`, revision {p["git_revision"]}, {versions}. The whole configuration is in
+  `config.json`.
 
 ## Measured
 

@@ -1,7 +1,8 @@
 """Our own export format: everything needed to rebuild a drafter, and to refuse to where it would be wrong.
 
 config.json          format, the drafter's class and arguments, its target, decoding defaults, provenance
-model.safetensors    the drafter's own parameters, and `d2t` where its vocabulary is reduced
+model.safetensors    the drafter's own parameters, and `d2t` where its vocabulary is reduced; with `weights` int8 in
+                     config.json as `models.quantization` has it, which loading turns back into floating point
 README.md            the model card
 """
 
@@ -22,10 +23,12 @@ from torch import Tensor, nn
 
 from models.errors import UserError
 from models.files import atomic_folder, sha256
+from models.quantization import dequantized, quantized
 from models.target import Target
 from models.vocab import DraftVocab
 
 FORMAT = "draftsmith-1"
+_INT8 = "int8"
 _LAYOUT = {
     "name": str,
     "drafter": dict,
@@ -46,7 +49,9 @@ _HOME = "models.drafter."  # the only place that drafters are loaded from: a fil
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What an export says of itself; see `save`. `tree` is a draft tree that suits the drafter, if one was built."""
+    """What an export says of itself; see `save`. `tree` is a draft tree that suits the drafter, if one was built;
+    with `int8` the weights are stored so.
+    """
 
     name: str
     model: dict[str, Any]
@@ -54,6 +59,7 @@ class Export:
     num_speculative_tokens: int
     provenance: dict[str, Any]
     tree: dict[str, Any] | None = None
+    int8: bool = False
 
 
 def save(drafter: Any, export: Export, vocab: DraftVocab, folder: Path, card: str) -> None:
@@ -66,7 +72,7 @@ def save(drafter: Any, export: Export, vocab: DraftVocab, folder: Path, card: st
     tensors = {name: t.detach().cpu().contiguous() for name, t in drafter.state_dict().items()}
     if vocab.reduced:
         tensors["d2t"] = vocab.offsets()
-    config = {
+    config: dict[str, Any] = {
         "format": FORMAT,
         "name": export.name,
         "drafter": export.model | getattr(drafter, "export_arguments", {}),
@@ -76,6 +82,26 @@ def save(drafter: Any, export: Export, vocab: DraftVocab, folder: Path, card: st
         "decoding": {"num_speculative_tokens": export.num_speculative_tokens, "tree": export.tree},
         "provenance": export.provenance,
     }
+    if export.int8:
+        config["weights"], tensors = _INT8, quantized(tensors)
+    _write(folder, tensors, config, card)
+
+
+def save_int8(source: Path, folder: Path) -> None:
+    """Write the export in `source` to `folder` with int8 weights and name, whole or not at all; it needs no target.
+
+    Raises UserError where `source` is damaged, was altered, or has int8 weights already.
+    """
+    config = _read_config(source)
+    if config.get("weights") == _INT8:
+        raise UserError(f"{str(source)!r} has int8 weights already.")
+    tensors = read_tensors(source / "model.safetensors")
+    _check_unaltered(source, config)
+    card = (source / "README.md").read_text() if (source / "README.md").exists() else ""
+    _write(folder, quantized(tensors), {**config, "name": f"{config['name']}-int8", "weights": _INT8}, card)
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], card: str) -> None:
     with atomic_folder(folder) as temporary:
         (temporary / "README.md").write_text(card)
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
@@ -103,6 +129,7 @@ def read(folder: Path) -> Export:
         config["decoding"]["num_speculative_tokens"],
         config["provenance"],
         config["decoding"].get("tree"),
+        config.get("weights") == _INT8,
     )
 
 
@@ -120,6 +147,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
                 raise TypeError(f"{keys} is {value!r}")
         if not isinstance(tree := config["decoding"].get("tree"), dict | None):
             raise TypeError(f"decoding.tree is {tree!r}")
+        if config.get("weights", _INT8) != _INT8:
+            raise UserError(f"{str(path)!r}: weights are {config['weights']!r}; this version reads {_INT8!r} or none.")
         return config
     except OSError as error:
         raise UserError(f"{str(folder)!r} is not an export: {error.strerror or error} ({path.name}).") from error
@@ -142,11 +171,21 @@ def load(folder: Path, target: Target) -> Any:
     config, weights = _read_config(folder), folder / "model.safetensors"
     tensors = read_tensors(weights)
     vocab = _vocab(tensors.pop("d2t", None), config["draft_vocab_size"], target, folder)
+    if export.int8:
+        try:
+            tensors = dequantized(tensors)
+        except UserError as error:
+            raise UserError(f"{str(folder)!r} does not fit its drafter: {error}") from error
     drafter = build(export.model, target, vocab)
     _fill(drafter, tensors, folder)
+    _check_unaltered(folder, config)
+    return drafter.eval()
+
+
+def _check_unaltered(folder: Path, config: dict[str, Any]) -> None:
+    weights = folder / "model.safetensors"
     if sha256(weights) != config["sha256"]:
         raise UserError(f"{str(weights)!r} was altered after the export: its sha256 is not the one in config.json.")
-    return drafter.eval()
 
 
 def build(model: dict[str, Any], target: Target, vocab: DraftVocab) -> Any:

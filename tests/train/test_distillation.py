@@ -81,8 +81,13 @@ def layers_by_loop(module: Distillation, target: Target, batch: Batch, mapped: t
     ],
 )
 def test_layer_losses_and_gradients_are_those_of_loops(
-    model: dict[str, Any], changes: dict[str, Any], mapped: tuple[int, ...], hidden_states: str, target: Target, batch: Batch
-) -> None:  # fmt: skip
+    model: dict[str, Any],
+    changes: dict[str, Any],
+    mapped: tuple[int, ...],
+    hidden_states: str,
+    target: Target,
+    batch: Batch,
+) -> None:
     drafter = build_shaken(MODEL | model, target, DraftVocab(20))
     module = Distillation(drafter, target, **SETTINGS | changes | {"w_layers": 0.7}).double()
     assert module.capture_layers == (*mapped, *([3] if 3 not in mapped else []))
@@ -176,7 +181,8 @@ def trained(small: Target, text: Text, steps: list[int], folder: Path) -> dict[s
         module = Distillation(drafter, small, **settings)
         trainer = lightning.Trainer(
             accelerator="cpu", max_steps=until, max_epochs=-1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, default_root_dir=folder,
+            enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+            default_root_dir=folder,
         )  # fmt: skip
         first = 0 if resume is None else int(torch.load(resume, weights_only=True)["global_step"])
         trainer.fit(module, step_loader(text.batches, first, until), ckpt_path=resume, weights_only=True)

@@ -62,9 +62,8 @@ def weights_of(unit: str, layer: int, index: int) -> list[tuple[str, tuple[slice
 def test_scores_are_those_of_gradients_taken_one_by_one(target: Target) -> None:
     found = sensitivity(target, BATCHES, chunk_rows=4)
     named = dict(target.model.get_decoder().layers.named_parameters())
-    units = [("groups", l, i) for l in range(3) for i in range(2)] + [
-        ("channels", l, i) for l in range(3) for i in range(24)
-    ]
+    counts = {"groups": 2, "channels": 24}
+    units = [(unit, layer, index) for unit, count in counts.items() for layer in range(3) for index in range(count)]
     by_batch = [gradients(target, batch) for batch in BATCHES]
     for unit, layer, index in units:
         parts = weights_of(unit, layer, index)
@@ -145,9 +144,8 @@ def test_the_report_has_a_row_for_every_unit(target: Target) -> None:
     kept: Kept = best_units(scores["taylor"], {"layers": 2, "groups": 1, "channels": 5})
     rows = list(csv.DictReader(report(scores, kept).splitlines()))
     assert len(rows) == 3 + 3 * 2 + 3 * 24
-    assert [sum(row["unit"] == unit and row["kept"] == "1" for row in rows) for unit in ("layer", "group", "channel")] == [
-        2, 2, 10,
-    ]  # fmt: skip
+    for unit, count in (("layer", 2), ("group", 2), ("channel", 10)):
+        assert sum(row["unit"] == unit and row["kept"] == "1" for row in rows) == count
     group = next(row for row in rows if row["unit"] == "group" and row["layer"] == "2" and row["index"] == "1")
     assert float(group["taylor"]) == pytest.approx(scores["taylor"]["groups"][2, 1].item(), rel=1e-4)
     assert float(group["acceptance_lost"]) == pytest.approx(scores["acceptance_lost"]["groups"][2, 1].item(), rel=1e-4)

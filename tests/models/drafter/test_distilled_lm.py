@@ -185,7 +185,7 @@ def test_an_export_of_a_cut_target_says_its_sizes(target: Target, tmp_path: Path
         ({"start": "pruned", "name_or_path": "a"}, "name_or_path is given beside start=pruned"),
         ({"embeddings": "tied"}, "embeddings is 'tied': choose own, copied, shared"),
         ({"embeddings": "shared", "name_or_path": "a"}, "name_or_path has an embedding of its own"),
-        ({"embeddings": "copied", "hidden_size": 16}, "embeddings=copied: the target's are 61 × 32, and those .* 61 × 16"),
+        ({"embeddings": "copied", "hidden_size": 16}, "the target's are 61 × 32, and those .* 61 × 16"),
         ({"embeddings": "shared", "hidden_size": 64}, "have 64 numbers, more than the target's 32"),
     ],
 )  # fmt: skip
