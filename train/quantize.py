@@ -30,6 +30,7 @@ def job(config: DictConfig) -> None:
 
     folder = Path(options.pop("into") or source.with_name(f"{source.name}-int8"))
     native.save_int8(source, folder)
+    write_text(folder / "README.md", model_card(native.read(folder), []))  # not the other's figures
     sizes = [(place / "model.safetensors").stat().st_size / 1e6 for place in (source, folder)]
     print(f"{str(folder)!r} holds {sizes[1]:.1f} MB, {str(source)!r} {sizes[0]:.1f} MB")
     measured = measure_exports({**options, "export": [str(source), str(folder)]})

@@ -49,8 +49,8 @@ _HOME = "models.drafter."  # the only place that drafters are loaded from: a fil
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What an export says of itself; see `save`. `tree` is a draft tree that suits the drafter, if one was built;
-    with `int8` the weights are stored so.
+    """What an export says of itself; see `save`. `tree` is a draft tree that suits the drafter, if one was
+    built; with `int8` its weights are stored so.
     """
 
     name: str
