@@ -32,7 +32,7 @@ def main(config_name: str, job: Callable[[DictConfig], None]) -> None:
     arguments = [a for a in sys.argv[1:] if not a.startswith("-")]
     try:
         if not {"-m", "--multirun"}.intersection(sys.argv):  # there, a value may be a list of values to try
-            _explain_overrides(config_name, arguments)
+            explain_overrides(config_name, arguments)
     except UserError as error:
         _fail(str(error), 2)
 
@@ -94,7 +94,7 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-def _explain_overrides(config_name: str, overrides: list[str]) -> None:
+def explain_overrides(config_name: str, overrides: list[str]) -> None:
     """Compose once ahead of Hydra, to say what is wrong with an override and what was probably meant."""
     with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
         good: list[str] = []

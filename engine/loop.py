@@ -161,9 +161,11 @@ class _Batch:
         self.cache: KVCache
         self.state: DraftState | None = None
         self.lengths = Lengths()
+        deepest = max_depth(drafter)
+        self.most = self.depth if deepest is None else min(self.depth, deepest)  # tokens of a path that can be drafted
         if drafter is not None and settings.tree is None:
             policy = policy_for(settings.draft_length, drafter)
-            self.lengths = policy.start(len(prompts), self.depth, drafter)
+            self.lengths = policy.start(len(prompts), self.most, drafter)
         self.pending: Tensor  # (B,) emitted tokens that the target has not read yet
         self.unread = Unread()  # of the drafter
         self.seen: Tensor | None = None  # (B, V) tokens of the committed text, where a penalty needs them
@@ -198,7 +200,7 @@ class _Batch:
 
     def round(self) -> None:
         """Draft for every running request, check the drafts in one target pass, and commit what was accepted."""
-        room = [min(self.depth, self.room[r] - len(self.answers[r]) - 1) for r in self.requests]
+        room = [min(self.most, self.room[r] - len(self.answers[r]) - 1) for r in self.requests]
         started = time.perf_counter()
         limits = self.lengths.ask(self.requests, room)
         draft = self._draft(limits, resting=[row for row, most in enumerate(room) if most > limits[row] == 0])

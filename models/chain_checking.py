@@ -48,7 +48,7 @@ def check_chain(
     only = torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device)
     tokens: list[Tensor] = []
     laws: list[Tensor] = []
-    for depth in range(num_tokens):
+    for depth in range(num_tokens if lengths is None else int(lengths.max())):
         if check.finished(depth):
             break
         if depth > 0:

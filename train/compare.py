@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from conf.compose import choices, main, plain
+from conf.compose import choices, explain_overrides, main, plain
 from models.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 _PROBE_STEPS = 12
+_OURS = ("compare.", "run_name=", "output_root=")  # settings that are not handed on
 
 
 def job(config: DictConfig) -> None:
     """Train what is not trained yet, measure what is not measured yet, and write one table."""
     options = plain(config)
     wanted = options["compare"]
-    check(wanted)
+    shared = [o for o in HydraConfig.get().overrides.task if not o.startswith(_OURS)]
+    check(options, shared)
     folder = Path(options["output_root"]) / (options["run_name"] or f"compare-{options['target']['source']}")
-    ours = ("compare.", "run_name=", "output_root=")
-    shared = [o for o in HydraConfig.get().overrides.task if not o.startswith(ours)]
     for number, name in enumerate(wanted["drafters"], 1):
         print(f"\n{name} ({number} of {len(wanted['drafters'])})", flush=True)
         own = [*shared, *wanted["overrides"].get(name, [])]
@@ -48,9 +48,9 @@ def job(config: DictConfig) -> None:
     write(compared, target, folder, options)
 
 
-def check(wanted: dict[str, Any]) -> None:
-    """Refuse what would fail after hours. Raises UserError naming the first mistake."""
-    known = choices("drafter")
+def check(options: dict[str, Any], shared: list[str]) -> None:
+    """Refuse what would fail after hours, a drafter's own settings too. Raises UserError naming the first mistake."""
+    wanted, known = options["compare"], choices("drafter")
     if not wanted["drafters"] or len(set(wanted["drafters"])) != len(wanted["drafters"]):
         raise UserError(f"compare.drafters is {wanted['drafters']}: name one or more drafters, each once.")
     for name in [*wanted["drafters"], *wanted["overrides"]]:
@@ -61,11 +61,23 @@ def check(wanted: dict[str, Any]) -> None:
             raise UserError(f"compare.overrides names {name!r}, which is not among compare.drafters.")
     if wanted["minutes"] is not None and not wanted["minutes"] > 0:
         raise UserError(f"compare.minutes is {wanted['minutes']}: it must be above 0, or null.")
+    if wanted["minutes"] is not None and any(o.startswith("fit.max_steps=") for o in shared):
+        raise UserError("compare.minutes and fit.max_steps are two budgets: give one of them.")
+    for name in wanted["drafters"]:
+        own = wanted["overrides"].get(name, [])
+        if not isinstance(own, list) or not all(isinstance(o, str) for o in own):
+            raise UserError(f"compare.overrides.{name} is {own!r}: give a list of settings, as ['fit.batch_size=8'].")
+        explain_overrides("train", [f"+drafter={name}", *shared, *own])
+    from train.settings import measured_settings
+
+    measured_settings({**options, "decode": {**options["decode"], "tree": wanted["tree"]}}, 0.0)
 
 
 def _run(name: str, overrides: list[str], folder: Path, run_name: str) -> None:
     """One run of train/run.py, its output passed through. Raises UserError where it fails."""
-    place = [f"output_root={folder}", f"data.folder={folder / 'data'}", f"run_name={run_name}"]
+    place = [f"output_root={folder}", f"run_name={run_name}"]
+    if not any(o.startswith("data.folder=") for o in overrides):
+        place.append(f"data.folder={folder / 'data'}")
     command = [sys.executable, str(ROOT / "train" / "run.py"), f"+drafter={name}", *overrides, *place]
     code = subprocess.run(command, check=False).returncode
     if code in (130, -2):

@@ -26,6 +26,11 @@ class Moments(NamedTuple):
     squares: Tensor
     num_rows: int
 
+    @property
+    def root_mean_squares(self) -> Tensor:
+        """How large each wanted number is: (F,), at least 1e-6."""
+        return (self.squares / max(1, self.num_rows)).sqrt().clamp(min=1e-6)
+
 
 @torch.no_grad()
 def moments(batches: StepBatches, device: torch.device, rows: Rows) -> Moments:
@@ -48,18 +53,6 @@ def ridge(read: Tensor, both: Tensor) -> Tensor:
     """(XᵀX + λ)⁻¹ XᵀY of the sums XᵀX (K, K) and XᵀY (K, F), with λ a thousandth of the mean of X²: (K, F)."""
     weight = 1e-3 * read.diagonal().mean() * torch.eye(len(read), dtype=read.dtype, device=read.device)
     return torch.linalg.solve(read + weight, both)
-
-
-def linear_map(batches: StepBatches, rows: Rows, device: torch.device) -> Tensor:
-    """The best linear map (F, K) of what `rows` reads onto what it wants."""
-    found = moments(batches, device, rows)
-    return ridge(found.read, found.both).t()
-
-
-def root_mean_squares(batches: StepBatches, rows: Rows, device: torch.device) -> Tensor:
-    """How large each wanted number is: (F,), at least 1e-6."""
-    found = moments(batches, device, rows)
-    return (found.squares / max(1, found.num_rows)).sqrt().clamp(min=1e-6)
 
 
 def check_start(start: str) -> bool:

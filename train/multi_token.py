@@ -19,7 +19,7 @@ from models.types import TargetFeatures
 from train.curriculum import make_curriculum
 from train.gradient_projection import norms, projected, random_orders
 from train.law_matching import LawMatching
-from train.least_squares import check_start, linear_map, root_mean_squares
+from train.least_squares import check_start, moments, ridge
 from train.task_weights import make_weights
 
 Gradients = list[Tensor | None]
@@ -59,9 +59,9 @@ class MultiToken(LawMatching):
         The layers then learn what is left, and heads of further tokens what is further off.
         """
         if self.from_least_squares:
-            device = self.target.device
-            scale = root_mean_squares(batches, self._rows, device)
-            self.drafter.start_linear(linear_map(batches, self._rows, device) / scale[:, None], scale)
+            found = moments(batches, self.target.device, self._rows)
+            scale = found.root_mean_squares
+            self.drafter.start_linear(ridge(found.read, found.both).t() / scale[:, None], scale)
 
     def _rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """What supervised rows read, and the states that follow them: (M, 2·D) and (M, D)."""
@@ -85,6 +85,7 @@ class MultiToken(LawMatching):
         """The loss, `num_steps` trained now, `conflict_rate` with projection, and what is told of every token ahead."""
         features, states = self.features(batch)
         assert states is not None
+        batch = batch._replace(loss_mask=self._proposable(states, batch.loss_mask))
         count = self.curriculum.num_steps(step // self._batches_per_step, int(step / self._batches_per_epoch))
         tasks = _Tasks(self, batch, features, states, count)
         told: dict[str, Tensor] = {}

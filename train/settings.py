@@ -12,6 +12,7 @@ import hydra.utils
 
 from data.answers import AnswerSettings, fingerprint
 from data.prompts import SplitSizes
+from engine.draft_length import CostAware
 from engine.options import CALIBRATED, decode_settings, describe_tree, read_tree
 from engine.settings import DecodeSettings
 from eval.provenance import provenance
@@ -97,7 +98,12 @@ def check(options: Options) -> None:
     if options["decode"]["max_new_tokens"] < 2:
         raise UserError("decode.max_new_tokens must be at least 2: the first token comes from the prompt, undrafted.")
     for temperature in temperatures(options):
-        measured_settings(options, temperature)
+        policy = measured_settings(options, temperature).draft_length
+        if isinstance(policy, CostAware) and policy.cost is None:
+            raise UserError(
+                "decode.draft_length=cost_aware learns from the clock, so that no two measurements of a run agree: "
+                "give it decode.draft_length.cost, or measure the export with it (eval/acceptance.py)."
+            )
     answer_settings(options)
     planned_tree(options)
 

@@ -36,7 +36,7 @@ class TrainingTimeTest(LawMatching):
         if not self.from_least_squares:
             return
         own = moments(batches, self.target.device, lambda batch: self._read_and_wanted(batch, None))
-        scale = (own.squares / own.num_rows).sqrt()
+        scale = own.root_mean_squares
         self.drafter.start_states(ridge(own.read, own.both).t(), scale)
         following = moments(batches, self.target.device, lambda batch: self._read_and_wanted(batch, scale))
         self.drafter.start_layers(ridge(following.read, following.both).t(), following.read / following.num_rows)

@@ -16,7 +16,7 @@ class Window(DraftLength):
     """One token more where a request's recent acceptance is above `high`, one less where it is below `low`.
 
     Acceptance is accepted over tested tokens in the request's last `rounds` rounds with a draft. A request begins with
-    `start` tokens (None: with the most), and goes from `least` to num_speculative_tokens.
+    `first` tokens (None: with the most), and goes from `least` to num_speculative_tokens.
     """
 
     name: ClassVar[str] = "window"

@@ -198,13 +198,17 @@ class _ForcedExpander:
         counts = torch.tensor([len(tokens) for tokens in forced])
         self.room = None if neural.room is None else torch.maximum(neural.room, counts)
         self._drafter, self._neural, self._forced, self._depth = drafter, neural, forced, 0
+        self._most = None if neural.room is None else int(neural.room.max())
 
     def root(self) -> Tensor:
-        return self._told(self._neural.root())
+        self._logits = self._neural.root()
+        return self._told(self._logits)
 
     def below(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         self._depth += 1
-        return self._told(self._neural.below(token_ids, parents))
+        if self._most is None or self._depth < self._most:  # further on there is nothing but forced tokens
+            self._logits = self._neural.below(token_ids, parents)
+        return self._told(self._logits)
 
     def _told(self, logits: Tensor) -> Tensor:
         """The logits (B, 1, V) in place of the neural drafter's (B, 1, Vd)."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
 
+from conf.compose import ROOT, plain
 from eval.comparison import Compared, draw, latency_margin, markdown, readiness_rows, table_rows
 from models.errors import UserError
 from train.compare import check
@@ -69,15 +71,22 @@ def test_markdown_and_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("overrides", "said"),
     [
-        ({"drafters": []}, "name one or more"),
-        ({"drafters": ["eagle", "eagle"]}, "each once"),
-        ({"drafters": ["eegle"]}, "there is no drafter 'eegle'"),
-        ({"overrides": {"suffix": []}}, "names 'suffix', which is not among"),
-        ({"minutes": 0}, "must be above 0"),
+        (["compare.drafters=[]"], "name one or more"),
+        (["compare.drafters=[eagle,eagle]"], "each once"),
+        (["compare.drafters=[eegle]"], "there is no drafter 'eegle'"),
+        (["compare.drafters=[eagle]", "+compare.overrides.suffix=[]"], "names 'suffix', which is not among"),
+        (["compare.minutes=0"], "must be above 0"),
+        (["compare.minutes=1", "fit.max_steps=5"], "two budgets"),
+        (["+compare.overrides.eagle='drafter.training.lr=1'"], "give a list of settings"),
+        (["+compare.overrides.eagle=['drafter.training.lrr=1']"], "Did you mean 'drafter.training.lr'"),
+        (["compare.tree.top_k=0"], "top_k"),
+        (["decode.verification=block"], "for chains"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_the_long_work(changes: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_compared_is_refused_before_the_long_work(overrides: list[str], said: str) -> None:
+    with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
+        options = plain(hydra.compose("compare", overrides=overrides))
     with pytest.raises(UserError, match=said):
-        check({"drafters": ["eagle"], "overrides": {}, "minutes": None} | changes)
+        check(options, [o for o in overrides if "compare." not in o])
