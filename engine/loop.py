@@ -30,6 +30,7 @@ from models import tree
 from models.cache import KVCache
 from models.chain_drafting import StopRule, draft_chain
 from models.errors import UserError
+from models.law_drafting import check_depth
 from models.sampling import RequestRandom, adjust, check_vocabulary, draw, probabilities, seen_at_nodes, seen_tokens
 from models.target import Target
 from models.types import Draft, Drafter, DraftState, Probes, TargetFeatures, max_depth
@@ -108,12 +109,8 @@ def check_settings(target: Target, drafter: Drafter | None, settings: DecodeSett
         raise UserError(f"Stop strings need text, but target {target.name!r} has no tokenizer.")
     if settings.tree is not None and drafter is not None and not hasattr(drafter, "propose_tree"):
         raise UserError(f"{type(drafter).__name__} drafts chains only: leave decode.tree out.")
-    deepest = max_depth(drafter)
-    if settings.tree is not None and deepest is not None and settings.tree.depth > deepest:
-        raise UserError(
-            f"The draft tree is {settings.tree.depth} tokens deep, but {type(drafter).__name__} looks {deepest} tokens "
-            "ahead: use a shallower tree."
-        )
+    if settings.tree is not None:
+        check_depth(drafter, settings.tree)
     if drafter is not None:
         policy_for(settings.draft_length, drafter).check(drafter)
 

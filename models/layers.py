@@ -194,3 +194,8 @@ class DecoderStack(nn.Module):
         for layer in self.layers:
             x = layer(x, rotary, memory, mask)
         return x
+
+
+def moved_up(rows: Tensor) -> Tensor:
+    """Row t gets what row t + 1 has, and the last row keeps its own: (B, S, ...) → (B, S, ...)."""
+    return torch.cat([rows[:, 1:], rows[:, -1:]], dim=1)

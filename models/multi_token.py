@@ -18,14 +18,11 @@ from transformers import LlamaConfig
 
 from models import tree
 from models.cache import KVCache
-from models.chain_drafting import draft_chain
-from models.errors import UserError
+from models.law_drafting import DraftsTrees
 from models.layers import MLP, Attention, Memory, RMSNorm
-from models.sampling import RequestRandom, SamplingParams
 from models.target import Target
-from models.tree import DynamicTree, StaticTree
-from models.tree_drafting import Expander, grow
-from models.types import Draft, TargetFeatures
+from models.tree_drafting import Expander
+from models.types import TargetFeatures
 from models.vocab import DraftVocab
 
 
@@ -104,7 +101,7 @@ class MultiTokenState:
         self.last = torch.where((known > 0)[:, None, None], last, self.last.to(last.dtype))
 
 
-class MultiTokenDrafter(nn.Module):
+class MultiTokenDrafter(DraftsTrees, nn.Module):
     """Reads `capture_layers` of the target (None: the state that its head reads), several through one projection.
 
     `max_depth` is how many tokens ahead it can tell; None: any number. A chain that is asked to be longer stays that
@@ -174,38 +171,6 @@ class MultiTokenDrafter(nn.Module):
         cache = KVCache(num_layers, batch_size, max_len, like.device)
         return MultiTokenState(cache, like.new_zeros(batch_size, num_blocks, self.config.hidden_size).detach())
 
-    def propose(
-        self,
-        state: MultiTokenState,
-        committed: TargetFeatures,
-        *,
-        num_speculative_tokens: int,
-        sampling: SamplingParams,
-        random: RequestRandom,
-    ) -> Draft:
-        """Take in the confirmed rows (B, R), then draft a chain of N tokens."""
-        expander = self.expander(state, committed)
-        return draft_chain(expander, self.vocab, num_speculative_tokens, sampling=sampling, random=random)
-
-    def propose_tree(
-        self,
-        state: MultiTokenState,
-        committed: TargetFeatures,
-        *,
-        shape: StaticTree | DynamicTree,
-        children: str,
-        sampling: SamplingParams,
-        random: RequestRandom,
-    ) -> Draft:
-        """Take in the confirmed rows (B, R), then draft a tree. Raises UserError for one deeper than `max_depth`."""
-        if self.max_depth is not None and shape.depth > self.max_depth:
-            raise UserError(
-                f"The draft tree is {shape.depth} tokens deep, but the drafter tells {self.max_depth} tokens ahead: "
-                "use a tree of less depth, or train more heads."
-            )
-        expander = self.expander(state, committed)
-        return grow(expander, shape, self.vocab, children=children, sampling=sampling, random=random)
-
     def expander(self, state: MultiTokenState, committed: TargetFeatures) -> Expander:
         """Take in the confirmed rows (B, R); what follows them is then told node by node."""
         raise NotImplementedError
@@ -213,8 +178,3 @@ class MultiTokenDrafter(nn.Module):
     def room(self, batch_size: int) -> Tensor | None:
         """How long a request's chain may be: (B,); None: any length."""
         return None if self.max_depth is None else torch.full((batch_size,), self.max_depth)
-
-
-def moved_up(token_ids: Tensor) -> Tensor:
-    """Row t gets row t + 1's token, and the last row keeps its own: (B, S) → (B, S)."""
-    return torch.cat([token_ids[:, 1:], token_ids[:, -1:]], dim=1)

@@ -19,14 +19,12 @@ from torch import Tensor, nn
 
 from models import tree
 from models.cache import KVCache
-from models.chain_drafting import draft_chain
 from models.errors import UserError
-from models.layers import DecoderStack, UnrolledMemory, unrolled_mask
-from models.sampling import RequestRandom, SamplingParams
+from models.law_drafting import DraftsTrees
+from models.layers import DecoderStack, UnrolledMemory, moved_up, unrolled_mask
 from models.target import Target
-from models.tree import DynamicTree, StaticTree
-from models.tree_drafting import Expander, TreeRows, grow
-from models.types import Draft, TargetFeatures
+from models.tree_drafting import Expander, TreeRows
+from models.types import TargetFeatures
 from models.vocab import DraftVocab
 
 
@@ -44,7 +42,7 @@ class FeedbackState:
         self.committed, self.pairs = self.committed[rows], self.pairs[rows]
 
 
-class FeedbackDrafter(nn.Module):
+class FeedbackDrafter(DraftsTrees, nn.Module):
     """Row t reads x_{t+1} beside the target's state at x_t, or beside its own output for that state.
 
     A subclass has `stack`, says in `fuse` what the stack reads, and in `logits` what its output tells of the next
@@ -128,40 +126,13 @@ class FeedbackDrafter(nn.Module):
             hidden = outlook[:, :, ahead]
             yield hidden
             past = self.follow(token_ids, past, hidden)
-            token_ids = torch.cat([token_ids[:, 1:], token_ids[:, -1:]], dim=1)
+            token_ids = moved_up(token_ids)
 
     def new_state(self, batch_size: int, max_len: int) -> FeedbackState:
         """Memory for requests of at most `max_len` rows, those of a draft included."""
         weight = next(self.parameters())
         cache = KVCache(len(self.stack.layers), batch_size, max_len, weight.device)
         return FeedbackState(cache, weight.new_zeros(batch_size, self.feature_window - 1, 2 * self.size))
-
-    def propose(
-        self,
-        state: FeedbackState,
-        committed: TargetFeatures,
-        *,
-        num_speculative_tokens: int,
-        sampling: SamplingParams,
-        random: RequestRandom,
-    ) -> Draft:
-        """Take in the confirmed rows (B, R), then draft a chain of N tokens, one pass of the layers for each m."""
-        expander = self.expander(state, committed)
-        return draft_chain(expander, self.vocab, num_speculative_tokens, sampling=sampling, random=random)
-
-    def propose_tree(
-        self,
-        state: FeedbackState,
-        committed: TargetFeatures,
-        *,
-        shape: StaticTree | DynamicTree,
-        children: str,
-        sampling: SamplingParams,
-        random: RequestRandom,
-    ) -> Draft:
-        """Take in the confirmed rows (B, R), then draft a tree, one pass of the layers for each m of its levels."""
-        expander = self.expander(state, committed)
-        return grow(expander, shape, self.vocab, children=children, sampling=sampling, random=random)
 
     def expander(self, state: FeedbackState, committed: TargetFeatures) -> Expander:
         """Take in the confirmed rows (B, R); what follows them is then told node by node."""

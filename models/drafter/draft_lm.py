@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from models.cache import KVCache
-from models.chain_drafting import draft_chain
 from models.errors import UserError
-from models.layers import layer_config
+from models.law_drafting import DraftsChains
+from models.layers import layer_config, moved_up
 from models.linear import accelerate
-from models.sampling import RequestRandom, SamplingParams
 from models.target import Target, load_target
 from models.target.head import Head
-from models.types import Draft, TargetFeatures
+from models.types import TargetFeatures
 from models.vocab import DraftVocab
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -48,7 +47,7 @@ class DraftLMState:
         self.committed = self.committed[rows]
 
 
-class LMDrafter(nn.Module):
+class LMDrafter(DraftsChains, nn.Module):
     """A drafter that is the language model `lm`, over those tokens of `vocab` that it has.
 
     `pretrained` says that its weights are not random. A `head` that is not its own is neither trained nor saved.
@@ -120,27 +119,11 @@ class LMDrafter(nn.Module):
         """The states of step 0, 1, ... from those of step 0, as `unroll` yields them."""
         for _ in range(num_steps):
             yield hidden
-            hidden = torch.cat([hidden[:, 1:], hidden[:, -1:]], dim=1)
+            hidden = moved_up(hidden)
 
     def new_state(self, batch_size: int, max_len: int) -> DraftLMState:
         """Memory for requests of at most `max_len` rows, those of a draft included."""
         return DraftLMState(self.lm.new_cache(batch_size, max_len + 1))  # rows are pairs of tokens: one token more
-
-    def propose(
-        self,
-        state: DraftLMState,
-        committed: TargetFeatures,
-        *,
-        num_speculative_tokens: int,
-        sampling: SamplingParams,
-        random: RequestRandom,
-    ) -> Draft:
-        """Take in the confirmed tokens, then draft a chain of N tokens, one pass for each.
-
-        A request that has filled the draft model's context gets a shorter draft, or none.
-        """
-        expander = self.expander(state, committed)
-        return draft_chain(expander, self.vocab, num_speculative_tokens, sampling=sampling, random=random)
 
     def expander(self, state: DraftLMState, committed: TargetFeatures) -> DraftLMExpander:
         """Take in the confirmed tokens; what follows them is then told along one chain, token by token."""

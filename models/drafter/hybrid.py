@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.chain_drafting import draft_chain
 from models.checkpoint import native
 from models.drafter import accelerate_drafter
 from models.errors import UserError
-from models.sampling import RequestRandom, SamplingParams, probabilities
+from models.law_drafting import DraftsChains
+from models.sampling import SamplingParams, probabilities
 from models.suffix_automaton import ROOT, CountedSuffixes, FrozenSuffixes, Place, SuffixAutomaton, Suffixes
 from models.target import Target
 from models.text_drafting import new_tokens, select_texts
 from models.tree_drafting import Expander
-from models.types import Draft, DraftState, TargetFeatures
+from models.types import DraftState, TargetFeatures
 from models.vocab import DraftVocab
 
 _UNFILTERED = SamplingParams(1.0)
@@ -75,7 +75,7 @@ class HybridState:
         self.texts = select_texts(self.texts, rows)
 
 
-class HybridDrafter(nn.Module):
+class HybridDrafter(DraftsChains, nn.Module):
     """Mixes n-gram counts with weight `ngram_weight` into a neural drafter.
 
     That is the one in the folder `export`, or without one the drafter that `neural` describes (`_target_` and
@@ -135,22 +135,6 @@ class HybridDrafter(nn.Module):
         counted = self.counted.suffixes()
         texts = [NgramText(self._max_match, counted) for _ in range(batch_size)]
         return HybridState(self.neural.new_state(batch_size, max_len), texts)
-
-    def propose(
-        self,
-        state: HybridState,
-        committed: TargetFeatures,
-        *,
-        num_speculative_tokens: int,
-        sampling: SamplingParams,
-        random: RequestRandom,
-    ) -> Draft:
-        """Take in the confirmed rows, then draft a chain of N tokens, each from the mixture behind those before it.
-
-        A request that has filled the neural drafter's own context gets a shorter draft, or none.
-        """
-        expander = self.expander(state, committed)
-        return draft_chain(expander, self.vocab, num_speculative_tokens, sampling=sampling, random=random)
 
     def expander(self, state: HybridState, committed: TargetFeatures) -> Expander:
         """Take in the confirmed rows; the mixture behind them is then told along one chain, token by token."""

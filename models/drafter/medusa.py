@@ -19,13 +19,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from models.chain_drafting import draft_chain
 from models.errors import UserError
-from models.sampling import RequestRandom, SamplingParams
+from models.law_drafting import DraftsTrees
 from models.target import Target
-from models.tree import DynamicTree, StaticTree
-from models.tree_drafting import Expander, grow
-from models.types import Draft, TargetFeatures
+from models.tree_drafting import Expander
+from models.types import TargetFeatures
 from models.vocab import DraftVocab
 
 UNEMBEDDINGS = ("full", "shared")
@@ -53,7 +51,7 @@ class MedusaBlock(nn.Module):
         return hidden
 
 
-class MedusaDrafter(nn.Module):
+class MedusaDrafter(DraftsTrees, nn.Module):
     """K = `num_heads` heads of `num_layers` blocks, which draft up to K tokens deep; longer chains end there.
 
     `unembedding` is "full", a copy of the target's for each head, which is trained, or "shared", the target's own for
@@ -118,36 +116,6 @@ class MedusaDrafter(nn.Module):
         """Memory for requests of at most `max_len` rows: there is nothing to remember."""
         return MedusaState()
 
-    def propose(
-        self,
-        state: MedusaState,
-        committed: TargetFeatures,
-        *,
-        num_speculative_tokens: int,
-        sampling: SamplingParams,
-        random: RequestRandom,
-    ) -> Draft:
-        """Draft a chain of N tokens behind the confirmed rows (B, R), each by a head of its own; of K where N > K."""
-        expander = self.expander(state, committed)
-        return draft_chain(expander, self.vocab, num_speculative_tokens, sampling=sampling, random=random)
-
-    def propose_tree(
-        self,
-        state: MedusaState,
-        committed: TargetFeatures,
-        *,
-        shape: StaticTree | DynamicTree,
-        children: str,
-        sampling: SamplingParams,
-        random: RequestRandom,
-    ) -> Draft:
-        """Draft a tree behind the confirmed rows (B, R), each of its levels by a head of its own.
-
-        Raises UserError for a tree of more than K levels.
-        """
-        expander = self.expander(state, committed)
-        return grow(expander, shape, self.vocab, children=children, sampling=sampling, random=random)
-
     def expander(self, state: MedusaState, committed: TargetFeatures) -> Expander:
         """What follows the confirmed rows (B, R), told node by node."""
         assert committed.hidden is not None
@@ -170,7 +138,5 @@ class _MedusaExpander:
 
     def _next(self) -> Tensor:
         drafter, depth = self._drafter, self._depth
-        if depth == drafter.max_depth:
-            raise UserError(f"The draft tree is deeper than the {depth} Medusa heads look: use a shallower one.")
         self._depth += 1
         return drafter.logits(drafter.head_states(self._hidden, depth), depth)

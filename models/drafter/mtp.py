@@ -21,8 +21,8 @@ from transformers import LlamaConfig
 
 from models import tree
 from models.errors import UserError
-from models.layers import DecoderStack, Memory, RMSNorm, UnrolledMemory, layer_config, unrolled_mask
-from models.multi_token import InputFusion, LayersFrom, MultiTokenDrafter, MultiTokenState, moved_up
+from models.layers import DecoderStack, Memory, RMSNorm, UnrolledMemory, layer_config, moved_up, unrolled_mask
+from models.multi_token import InputFusion, LayersFrom, MultiTokenDrafter, MultiTokenState
 from models.target import Target
 from models.tree_drafting import Expander
 from models.types import TargetFeatures

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from models.errors import UserError
-from models.layers import MLP, DecoderStack, RMSNorm, UnrolledMemory, layer_config
+from models.layers import MLP, DecoderStack, RMSNorm, UnrolledMemory, layer_config, moved_up
 from models.multi_token import InputFusion, MultiTokenDrafter, MultiTokenState
 from models.target import Target
 from models.tree_drafting import Expander
@@ -124,7 +124,7 @@ class CascadedMTP(MultiTokenDrafter):
         keys, values = head.tokens(self.embed(text))
         for _ in range(len(head.distance)):
             windows.append((keys, values))
-            keys, values = (torch.cat([x[:, 1:], x[:, -1:]], dim=1) for x in (keys, values))
+            keys, values = (moved_up(x) for x in (keys, values))
         return self.norm(head(trunk, *(torch.stack(side, dim=2) for side in zip(*windows, strict=True))))
 
     def unroll(self, features: TargetFeatures, num_steps: int) -> Iterator[Tensor]:

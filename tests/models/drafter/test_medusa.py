@@ -249,7 +249,7 @@ def test_deeper_trees_and_more_steps_are_refused(target: Target) -> None:
     for shape in (StaticTree.chain(4), DynamicTree(4, 2, 8)):
         with pytest.raises(UserError, match="4 tokens deep, but MedusaDrafter looks 3 tokens ahead"):
             generate(target, [[3, 4]], DecodeSettings(8, tree=shape), drafter)
-        with pytest.raises(UserError, match="deeper than the 3 Medusa heads look"):
+        with pytest.raises(UserError, match="4 tokens deep, but MedusaDrafter looks 3 tokens ahead"):
             drafter.propose_tree(
                 drafter.new_state(1, 12), features_of(target, 1), shape=shape, children="top", sampling=GREEDY,
                 random=RequestRandom([0], 9),
