@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -118,6 +120,29 @@ class HubDataset:
             raise UserError(f"Cannot load the data set {self.name!r} (split {self.split!r}): {reason}") from error
         rows = rows.shuffle(seed=seed).select(range(min(len(rows), 4 * count)))
         return [parse_row(row, f"{self.name}, row {index}") for index, row in enumerate(rows)]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Prompts of several sources in turn, so that every split holds some of each.
+
+    Where a source does not decide the split, its first prompt of every twenty goes to test and the next to validation.
+    """
+
+    sources: tuple[PromptSource, ...]
+
+    def prompts(self, target: Target, count: int, seed: int) -> list[Prompt]:
+        """An equal part of `count` from each source, and what else a source gave at the end."""
+        if not self.sources:
+            raise UserError("data.source.sources is empty: name at least one source.")
+        part = math.ceil(count / len(self.sources))
+        given = [_decided(source.prompts(target, part, seed)) for source in self.sources]
+        return [prompt for turn in zip_longest(*given) for prompt in turn if prompt is not None]
+
+
+def _decided(prompts: list[Prompt]) -> list[Prompt]:
+    held_out = {0: "test", 1: "validation"}
+    return [replace(p, split=p.split or held_out.get(index % 20, "train")) for index, p in enumerate(prompts)]
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:

@@ -116,7 +116,7 @@ def _measured(options: dict[str, Any], target: Target, run: Path) -> tuple[list[
     from train.settings import instantiate, measured_settings, temperatures
 
     sizes = SplitSizes(**options["data"]["sizes"])
-    source = instantiate(options["data"]["source"])
+    source = instantiate(options["data"]["source"], _convert_="all")
     prompts = split_prompts(source.prompts(target, sizes.total, options["seed"]), sizes)["test"]
     prompts = prompts[: options["measure"]["num_prompts"]]
     drafter = native.load(run / "export", target)

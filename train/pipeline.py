@@ -105,7 +105,7 @@ def prepare_data(options: Options, target: Target) -> Prepared:
     sizes = SplitSizes(**data["sizes"])
     if not is_trained(options):
         sizes = SplitSizes(0, 0, sizes.test)
-    source: PromptSource = instantiate(data["source"])
+    source: PromptSource = instantiate(data["source"], _convert_="all")
     splits = split_prompts(source.prompts(target, sizes.total, options["seed"]), sizes)
     check_prompts(target, [context_ids(target, prompt) for prompt in splits["validation"] + splits["test"]])
     if not is_trained(options):

@@ -1,11 +1,13 @@
 import json
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from data.prompts import (
     BUILTIN,
+    Mixture,
     Prompt,
     PromptFile,
     SplitSizes,
@@ -143,3 +145,25 @@ def test_prompt_file_keeps_the_order_of_its_rows(tmp_path: Path, tiny: Target) -
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(5)))
     assert [p.turns[0] for p in PromptFile(str(path)).prompts(tiny, 5, 0)] == [f"number {i}" for i in range(5)]
+
+
+@dataclass(frozen=True)
+class _Given:
+    made: tuple[Prompt, ...]
+
+    def prompts(self, target: Target, count: int, seed: int) -> list[Prompt]:
+        return list(self.made)
+
+
+def test_a_mixture_deals_every_source_to_every_split(tiny: Target) -> None:
+    undecided = tuple(Prompt((f"a{i}",), "a") for i in range(60))
+    decided = tuple(Prompt((f"b{i}",), "b", split=SPLITS[i % 3]) for i in range(120))
+    mixed = Mixture((_Given(undecided), _Given(decided))).prompts(tiny, 60, 0)
+    assert len({p.id for p in mixed}) == 180
+    assert [p.category for p in mixed[:6]] == ["a", "b"] * 3
+    dealt = split_prompts(mixed, SplitSizes(train=60, validation=6, test=6))
+    assert Counter(p.category for p in dealt["train"]) == {"a": 43, "b": 17}  # of the first 48 or 49 of each
+    assert Counter(p.category for p in dealt["test"])["a"] == 1 + 1  # the first and the twentieth behind it
+    assert {p.split for p in dealt["validation"]} == {"validation"}
+    with pytest.raises(UserError, match="name at least one source"):
+        Mixture(()).prompts(tiny, 1, 0)
