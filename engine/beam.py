@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from engine.beam_step import Beams, BeamSettings, Step, advance
+from engine.draft_length import Fixed
 from engine.loop import check_prompts, check_settings
 from engine.settings import DecodeSettings
 from models.cache import KVCache
 from models.errors import UserError
 from models.sampling import RequestRandom
 from models.target import Target
-from models.types import Draft, Drafter, DraftState, TargetFeatures
+from models.types import Draft, Drafter, DraftState, TargetFeatures, probes
 
 Tokens = list[int]
 Children = dict[tuple[int, int], int]  # of one row: node and token → the node behind
@@ -69,7 +70,7 @@ def beam_search(
     """
     check_prompts(target, prompts)
     check_settings(target, drafter, settings)
-    _check(target, settings, beam_settings)
+    _check(target, settings, beam_settings, drafter)
     started = time.perf_counter()
     with torch.inference_mode():
         search = _Search(target, prompts, settings, beam_settings, drafter)
@@ -81,13 +82,17 @@ def beam_search(
     return BeamSearch(search.answers, search.scores, search.passes, max(search.steps, default=0), seconds)
 
 
-def _check(target: Target, settings: DecodeSettings, beam_settings: BeamSettings) -> None:
+def _check(target: Target, settings: DecodeSettings, beam_settings: BeamSettings, drafter: Drafter | None) -> None:
     if not settings.sampling.greedy or settings.sampling.adjusts:
         raise UserError("Beam search takes the target's own law: leave temperature, repetition_penalty and logit_bias.")
     if settings.stop_strings:
         raise UserError("Beam search ends at stop tokens: leave decode.stop out.")
     if settings.verification != "token":
         raise UserError("Beam search checks drafts in its own way: leave decode.verification out.")
+    if not isinstance(settings.draft_length, Fixed | None):
+        raise UserError("Beam search drafts as many tokens as it is told to: leave decode.draft_length out.")
+    if probes(drafter):
+        raise UserError(f"{type(drafter).__name__} probes the target, which beam search has no room for.")
     stop = _stop_tokens(target, settings)
     if max(2, 1 + len(stop)) > target.vocab_size:
         raise UserError(f"{target.vocab_size} tokens, {len(stop)} of which end an answer, are too few for beam search.")

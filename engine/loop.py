@@ -33,7 +33,7 @@ from models.errors import UserError
 from models.law_drafting import check_depth
 from models.sampling import RequestRandom, adjust, check_vocabulary, draw, probabilities, seen_at_nodes, seen_tokens
 from models.target import Target
-from models.types import Draft, Drafter, DraftState, Probes, TargetFeatures, max_depth
+from models.types import Draft, Drafter, DraftState, Probes, TargetFeatures, max_depth, probes
 
 
 @dataclass(slots=True)
@@ -107,6 +107,8 @@ def check_settings(target: Target, drafter: Drafter | None, settings: DecodeSett
     StopStrings(settings.stop_strings, target.decode)
     if settings.stop_strings and target.tokenizer is None:
         raise UserError(f"Stop strings need text, but target {target.name!r} has no tokenizer.")
+    if settings.verification == "block" and probes(drafter):
+        raise UserError(f"Block verification is for chains, but {type(drafter).__name__} drafts trees.")
     if settings.tree is not None and drafter is not None and not hasattr(drafter, "propose_tree"):
         raise UserError(f"{type(drafter).__name__} drafts chains only: leave decode.tree out.")
     if settings.tree is not None:

@@ -74,6 +74,8 @@ def all_ways(options: dict[str, Any], target: Target) -> list[Way]:
 
     most = max(options["lengths"])
     base = decode_settings(options["decode"], float(options["temperature"]), options["seed"], most)
+    if not isinstance(base.draft_length, Fixed | None):
+        raise UserError("decode.draft_length is what is compared: put a policy of your own under policies.")
     drafter = _load(options["export"], target)
     found: list[tuple[str, Any, DecodeSettings]] = []
     for n in options["lengths"]:

@@ -3,28 +3,70 @@
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from models import tree
+from models.sampling import RequestRandom, SamplingParams
 from models.types import Draft, TargetFeatures
 
-Text = TypeVar("Text")
+
+class Text(Protocol):
+    """One request's text, as far as it is confirmed, and what may follow it."""
+
+    started: bool  # whether any token has come
+
+    def append(self, token_ids: list[int]) -> None:
+        """Take in the next tokens."""
+
+    def continuation(self, num_tokens: int) -> list[int]:
+        """Up to `num_tokens` tokens that are likely to follow; none where none is known."""
 
 
-def select_texts(texts: list[Text], rows: list[int]) -> list[Text]:
+class TextState:
+    """The texts of the running requests."""
+
+    def __init__(self, texts: Sequence[Any]) -> None:
+        self.texts = list(texts)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep the requests `rows`, in that order."""
+        self.texts = select_texts(self.texts, rows)
+
+
+class DraftsFromText:
+    """`propose` by what a request's text tells to follow: a point mass at each token, accepted with p(x)."""
+
+    def propose(
+        self,
+        state: TextState,
+        committed: TargetFeatures,
+        *,
+        num_speculative_tokens: int,
+        sampling: SamplingParams,
+        random: RequestRandom,
+    ) -> Draft:
+        """Take in the confirmed rows, then draft up to N tokens; `lengths` says how many, and 0 pads the rest."""
+        take_in(state.texts, committed)
+        drafts = [text.continuation(num_speculative_tokens) for text in state.texts]
+        return point_masses(drafts, num_speculative_tokens, committed.token_ids.device)
+
+
+Item = TypeVar("Item")
+
+
+def select_texts(texts: list[Item], rows: list[int]) -> list[Item]:
     """The texts `rows`, in that order. One that is chosen again is copied, so that each goes on by itself."""
     return [copy.deepcopy(texts[row]) if row in rows[:place] else texts[row] for place, row in enumerate(rows)]
 
 
-def new_tokens(committed: TargetFeatures, started: list[bool]) -> list[list[int]]:
-    """The tokens that each request's text has grown by; its first row's own one only where it has not `started`."""
+def take_in(texts: Sequence[Any], committed: TargetFeatures) -> None:
+    """Let each text grow by its rows' next tokens; by its first row's own one too where it has not started."""
     token_ids, following = committed.token_ids.tolist(), committed.next_token_ids.tolist()
-    return [
-        ([] if begun else token_ids[row][:1]) + following[row][:length]
-        for row, (begun, length) in enumerate(zip(started, committed.lengths.tolist(), strict=True))
-    ]
+    for row, (text, length) in enumerate(zip(texts, committed.lengths.tolist(), strict=True)):
+        text.append(([] if text.started else token_ids[row][:1]) + following[row][:length])
 
 
 def point_masses(drafts: list[list[int]], num_tokens: int, device: torch.device) -> Draft:

@@ -120,6 +120,11 @@ class ProbingDrafter(Drafter, Protocol):
         """Take in the target's choices (B, num_asked) behind the last draft's probes, before the rows are confirmed."""
 
 
+def probes(drafter: object) -> bool:
+    """Whether it is a `ProbingDrafter`."""
+    return getattr(drafter, "num_rows", 0) > 0
+
+
 def max_depth(drafter: object) -> int | None:
     """How many tokens deep a drafter's drafts can be: its `max_depth`, where it has a head for each; None: any number.
 

@@ -29,7 +29,7 @@ from models.drafter import accelerate_drafter
 from models.errors import UserError
 from models.sampling import RequestRandom, SamplingParams
 from models.target import Target
-from models.types import Draft, DraftState, TargetFeatures
+from models.types import Draft, DraftState, TargetFeatures, probes
 from models.vocab import DraftVocab
 
 
@@ -75,7 +75,7 @@ class CascadeDrafter(nn.Module):
             vocabs = [DraftVocab(target.vocab_size, token_ids) for token_ids in chosen]
         self.first, self._first_model = _stage("first", first_export, first, target, vocabs[0])
         self.second, self._second_model = _stage("second", second_export, second, target, vocabs[1])
-        if hasattr(self.first, "observe"):
+        if probes(self.first):
             raise UserError(f"{type(self.first).__name__} cannot be checked: it drafts trees, and probes the target.")
         if not hasattr(self.second, "expander"):
             raise UserError(f"{type(self.second).__name__} cannot check another: it does not draft from laws.")

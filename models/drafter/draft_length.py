@@ -17,7 +17,7 @@ from models.length_predictor import LengthPredictor
 from models.sampling import RequestRandom, SamplingParams
 from models.target import Target
 from models.tree_drafting import Expander
-from models.types import Draft, DraftState, TargetFeatures
+from models.types import Draft, DraftState, TargetFeatures, max_depth
 from models.vocab import DraftVocab
 
 
@@ -45,6 +45,7 @@ class DraftLengthDrafter(nn.Module):
             )
         self.pretrained = export is not None or getattr(self.neural, "pretrained", False)
         self.capture_layers: tuple[int, ...] = self.neural.capture_layers
+        self.max_depth = max_depth(self.neural)
         self.vocab: DraftVocab = self.neural.vocab
         self.length_predictor = LengthPredictor().to(target.device)
 

@@ -25,9 +25,9 @@ from models.law_drafting import DraftsChains
 from models.sampling import SamplingParams, probabilities
 from models.suffix_automaton import ROOT, CountedSuffixes, FrozenSuffixes, Place, SuffixAutomaton, Suffixes
 from models.target import Target
-from models.text_drafting import new_tokens, select_texts
+from models.text_drafting import select_texts, take_in
 from models.tree_drafting import Expander
-from models.types import DraftState, TargetFeatures
+from models.types import DraftState, TargetFeatures, max_depth
 from models.vocab import DraftVocab
 
 _UNFILTERED = SamplingParams(1.0)
@@ -106,6 +106,7 @@ class HybridDrafter(DraftsChains, nn.Module):
             raise UserError(f"{type(self.neural).__name__} cannot be mixed: it does not draft from laws.")
         self.pretrained = export is not None or getattr(self.neural, "pretrained", False)
         self.capture_layers: tuple[int, ...] = self.neural.capture_layers
+        self.max_depth = max_depth(self.neural)
         self.vocab: DraftVocab = self.neural.vocab
         self.counted = CountedSuffixes(max_match, num_states, num_edges)
         self._max_match, self._ngram_weight = max_match, ngram_weight
@@ -138,9 +139,7 @@ class HybridDrafter(DraftsChains, nn.Module):
 
     def expander(self, state: HybridState, committed: TargetFeatures) -> Expander:
         """Take in the confirmed rows; the mixture behind them is then told along one chain, token by token."""
-        new = new_tokens(committed, [text.started for text in state.texts])
-        for text, token_ids in zip(state.texts, new, strict=True):
-            text.append(token_ids)
+        take_in(state.texts, committed)
         return _HybridExpander(self, self.neural.expander(state.neural, committed), state.texts)
 
     def _mixture(self, logits: Tensor, texts: list[NgramText]) -> Tensor:

@@ -19,8 +19,6 @@ B batch, W window, N n-gram length, G candidates, M = W · (N − 1) probes, V v
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from itertools import cycle, islice
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +26,7 @@ from torch import Tensor, nn
 from models.errors import UserError
 from models.sampling import RequestRandom, SamplingParams
 from models.target import Target
-from models.text_drafting import new_tokens, select_texts
+from models.text_drafting import TextState, take_in
 from models.types import Draft, Probes, TargetFeatures
 from models.vocab import DraftVocab
 
@@ -65,7 +63,8 @@ class LookaheadRequest:
         self._window, self._num_levels = window, ngram - 1
         self._choices: list[int] = []
         self._last = 0
-        self._filler: Iterator[int] = iter(())
+        self._prompt: list[int] = []
+        self._filled = 0  # tokens of the prompt, over and over, that have filled the window
 
     def observe(self, choices: list[int]) -> None:
         """Take in what the target chose behind the youngest level: (W,)."""
@@ -76,8 +75,8 @@ class LookaheadRequest:
         self._last = token_ids[-1]
         if not self.started:
             self.started = True
-            self._filler = cycle(token_ids[:-1])  # the prompt; the last one is the target's answer
-            self.levels = [list(islice(self._filler, self._window)) for _ in range(self._num_levels)]
+            self._prompt = token_ids[:-1]  # the last one is the target's answer
+            self.levels = [self._filler(self._window) for _ in range(self._num_levels)]
             return
         moved = len(token_ids)
         if self._choices:
@@ -85,22 +84,16 @@ class LookaheadRequest:
             for first, *tail in zip(*grams, strict=True):
                 self.pool.add(first, tuple(tail))
             self.levels, self._choices, moved = grams[1:], [], moved - 1
-        self.levels = [level[moved:] + list(islice(self._filler, min(moved, self._window))) for level in self.levels]
+        self.levels = [level[moved:] + self._filler(min(moved, self._window)) for level in self.levels]
+
+    def _filler(self, count: int) -> list[int]:
+        """The prompt's next tokens, which are as good a guess as any: from its end it goes on at its start."""
+        start, self._filled = self._filled, self._filled + count
+        return [self._prompt[place % len(self._prompt)] for place in range(start, start + count)]
 
     def candidates(self, num_tokens: int) -> list[Tail]:
         """The first tokens of each n-gram behind the text, the latest first."""
         return [tail[:num_tokens] for tail in self.pool.behind(self._last)]
-
-
-class LookaheadState:
-    """The windows and pools of the running requests."""
-
-    def __init__(self, requests: list[LookaheadRequest]) -> None:
-        self.requests = requests
-
-    def select(self, rows: list[int]) -> None:
-        """Keep the requests `rows`, in that order."""
-        self.requests = select_texts(self.requests, rows)
 
 
 class LookaheadDrafter(nn.Module):
@@ -123,19 +116,19 @@ class LookaheadDrafter(nn.Module):
         self.num_rows = (window + candidates) * (ngram - 1)
         self._window, self._ngram, self._candidates = window, ngram, candidates
 
-    def new_state(self, batch_size: int, max_len: int) -> LookaheadState:
+    def new_state(self, batch_size: int, max_len: int) -> TextState:
         """Empty pools."""
         sizes = self._window, self._ngram, self._candidates
-        return LookaheadState([LookaheadRequest(*sizes) for _ in range(batch_size)])
+        return TextState([LookaheadRequest(*sizes) for _ in range(batch_size)])
 
-    def observe(self, state: LookaheadState, choices: Tensor) -> None:
+    def observe(self, state: TextState, choices: Tensor) -> None:
         """Take in the target's choices (B, W) behind the youngest level of the window."""
-        for request, row in zip(state.requests, choices.tolist(), strict=True):
+        for request, row in zip(state.texts, choices.tolist(), strict=True):
             request.observe(row)
 
     def propose(
         self,
-        state: LookaheadState,
+        state: TextState,
         committed: TargetFeatures,
         *,
         num_speculative_tokens: int,
@@ -143,11 +136,10 @@ class LookaheadDrafter(nn.Module):
         random: RequestRandom,
     ) -> Draft:
         """Take in the confirmed rows, then draft a tree of up to min(N − 1, `num_speculative_tokens`) levels."""
-        new = new_tokens(committed, [request.started for request in state.requests])
         depth = min(self._ngram - 1, num_speculative_tokens)
         tries, windows = [], []
-        for request, token_ids in zip(state.requests, new, strict=True):
-            request.append(token_ids)
+        take_in(state.texts, committed)
+        for request in state.texts:
             tries.append(trie(request.candidates(depth)))
             windows.append([token for level in request.levels for token in level])
         num_nodes = max(len(tokens) for tokens, _ in tries)

@@ -22,10 +22,8 @@ from torch import nn
 
 from models.continuations import Continuations, empty
 from models.errors import UserError
-from models.sampling import RequestRandom, SamplingParams
 from models.target import Target
-from models.text_drafting import new_tokens, point_masses, select_texts
-from models.types import Draft, TargetFeatures
+from models.text_drafting import DraftsFromText, TextState
 from models.vocab import DraftVocab
 
 EVICT = ("lru", "lfu")
@@ -36,17 +34,20 @@ class LookupCacheRequest:
 
     def __init__(self, sizes: list[int], shared: Continuations) -> None:
         self.token_ids: list[int] = []
+        self.started = False
         self._sizes, self._memories = sizes, (Continuations(), shared)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LookupCacheRequest:
         """A request that goes on by itself, and shares what requests share."""
         own, shared = self._memories
         twin = LookupCacheRequest(self._sizes, shared)
+        twin.started = self.started
         twin.token_ids, twin._memories = list(self.token_ids), (copy.deepcopy(own, memo), shared)
         return twin
 
     def append(self, token_ids: list[int]) -> None:
         """Take in the next tokens."""
+        self.started = True
         own, _ = self._memories
         for token in token_ids:
             own.learn(self.token_ids[-self._sizes[0] :], token, self._sizes)
@@ -73,18 +74,7 @@ class LookupCacheRequest:
         return None
 
 
-class LookupCacheState:
-    """The texts of the running requests."""
-
-    def __init__(self, requests: list[LookupCacheRequest]) -> None:
-        self.requests = requests
-
-    def select(self, rows: list[int]) -> None:
-        """Keep the requests `rows`, in that order."""
-        self.requests = select_texts(self.requests, rows)
-
-
-class LookupCacheDrafter(nn.Module):
+class LookupCacheDrafter(DraftsFromText, nn.Module):
     """Copies from the request's own text and from remembered ones; a module without parameters.
 
     `ngrams` are the numbers of last tokens that are looked up. The memory holds `capacity` n-grams; `evict` says which
@@ -142,26 +132,9 @@ class LookupCacheDrafter(nn.Module):
         for text in texts:
             self.remember(text)
 
-    def new_state(self, batch_size: int, max_len: int) -> LookupCacheState:
+    def new_state(self, batch_size: int, max_len: int) -> TextState:
         """Empty texts."""
-        return LookupCacheState([LookupCacheRequest(self._sizes, self._memory) for _ in range(batch_size)])
-
-    def propose(
-        self,
-        state: LookupCacheState,
-        committed: TargetFeatures,
-        *,
-        num_speculative_tokens: int,
-        sampling: SamplingParams,
-        random: RequestRandom,
-    ) -> Draft:
-        """Take in the confirmed rows, then look up to N tokens; `lengths` says how many, and 0 pads the rest."""
-        drafts = []
-        new = new_tokens(committed, [bool(request.token_ids) for request in state.requests])
-        for request, token_ids in zip(state.requests, new, strict=True):
-            request.append(token_ids)
-            drafts.append(request.continuation(num_speculative_tokens))
-        return point_masses(drafts, num_speculative_tokens, committed.token_ids.device)
+        return TextState([LookupCacheRequest(self._sizes, self._memory) for _ in range(batch_size)])
 
 
 def _pack(drafter: LookupCacheDrafter, prefix: str, keep_vars: bool) -> None:

@@ -5,8 +5,6 @@ tokens behind the first n that is found are the draft. Nothing is learnt, and th
 draft is a point mass, so it is accepted with p(x) (recipes of prompt look-up and n-gram decoding; 2411.04975, section
 2). Every request keeps an index from n-grams to places, so that a round costs what its new tokens cost, however long
 the text is.
-
-B batch, N drafted tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +14,8 @@ from typing import Any
 from torch import nn
 
 from models.errors import UserError
-from models.sampling import RequestRandom, SamplingParams
 from models.target import Target
-from models.text_drafting import new_tokens, point_masses, select_texts
-from models.types import Draft, TargetFeatures
+from models.text_drafting import DraftsFromText, TextState
 from models.vocab import DraftVocab
 
 PREFER = ("latest", "earliest")
@@ -34,12 +30,14 @@ class LookupText:
 
     def __init__(self, sizes: range, latest: bool) -> None:
         self.token_ids: list[int] = []
+        self.started = False
         self._sizes = sizes  # lengths of n-grams, longest first
         self._latest = latest
         self._continued_at: dict[tuple[int, ...], int] = {}
 
     def append(self, token_ids: list[int]) -> None:
         """Take in the next tokens."""
+        self.started = True
         text = self.token_ids
         for token in token_ids:
             end = len(text)
@@ -61,18 +59,7 @@ class LookupText:
         return []
 
 
-class LookupState:
-    """The texts of the running requests."""
-
-    def __init__(self, texts: list[LookupText]) -> None:
-        self.texts = texts
-
-    def select(self, rows: list[int]) -> None:
-        """Keep the requests `rows`, in that order."""
-        self.texts = select_texts(self.texts, rows)
-
-
-class PromptLookupDrafter(nn.Module):
+class PromptLookupDrafter(DraftsFromText, nn.Module):
     """Copies from the request's own text; a module without parameters.
 
     Of several places where the longest match occurred, `prefer` takes the latest or the earliest. The draft vocabulary
@@ -100,23 +87,6 @@ class PromptLookupDrafter(nn.Module):
         """What makes transformers' `generate` draft in the same way, to be compared with."""
         return {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": self._sizes[0]}
 
-    def new_state(self, batch_size: int, max_len: int) -> LookupState:
+    def new_state(self, batch_size: int, max_len: int) -> TextState:
         """Empty texts."""
-        return LookupState([LookupText(self._sizes, self._latest) for _ in range(batch_size)])
-
-    def propose(
-        self,
-        state: LookupState,
-        committed: TargetFeatures,
-        *,
-        num_speculative_tokens: int,
-        sampling: SamplingParams,
-        random: RequestRandom,
-    ) -> Draft:
-        """Take in the confirmed rows, then copy up to N tokens; `lengths` says how many, and 0 pads the rest."""
-        drafts = []
-        added = new_tokens(committed, [bool(text.token_ids) for text in state.texts])
-        for text, token_ids in zip(state.texts, added, strict=True):
-            text.append(token_ids)
-            drafts.append(text.continuation(num_speculative_tokens))
-        return point_masses(drafts, num_speculative_tokens, committed.token_ids.device)
+        return TextState([LookupText(self._sizes, self._latest) for _ in range(batch_size)])

@@ -28,7 +28,7 @@ from models.errors import UserError
 from models.sampling import RequestRandom, SamplingParams
 from models.structured_text import Forced, Grammar, JsonText, PythonText, common_start
 from models.target import Target
-from models.text_drafting import new_tokens, point_masses, select_texts
+from models.text_drafting import point_masses, select_texts, take_in
 from models.tree_drafting import Expander
 from models.types import Draft, DraftState, TargetFeatures
 from models.vocab import DraftVocab
@@ -132,13 +132,10 @@ class StructuredDrafter(nn.Module):
             raise UserError("drafter.model.schema is for grammar=json: leave it out.")
         self._target = (target,)  # in a tuple: it is not a part of the drafter
         self._grammar, self._schema = grammar, _schema(schema)
-        self._model: dict[str, Any] | None = None if neural is None else dict(neural)
+        self._model: dict[str, Any] | None = None
         self.neural: Any = None
-        if export is not None:
-            folder = Path(export).expanduser()
-            self._model, self.neural = native.read(folder).model, native.load(folder, target)
-        elif neural is not None:
-            self.neural = native.build(dict(neural), target, vocab)
+        if export is not None or neural is not None:
+            self.neural, self._model = native.load_or_build(export, neural or {}, target, vocab)
         if self.neural is not None and not hasattr(self.neural, "expander"):
             raise UserError(f"{type(self.neural).__name__} cannot go on behind forced tokens: it drafts from no laws.")
         self.pretrained = export is not None or getattr(self.neural, "pretrained", False)
@@ -180,9 +177,7 @@ class StructuredDrafter(nn.Module):
 
         Without one, and where a request has filled its context, `lengths` says how many are forced.
         """
-        new = new_tokens(committed, [request.started for request in state.requests])
-        for request, token_ids in zip(state.requests, new, strict=True):
-            request.append(token_ids)
+        take_in(state.requests, committed)
         forced = [request.continuation(num_speculative_tokens) for request in state.requests]
         if self.neural is None:
             return point_masses(forced, num_speculative_tokens, committed.token_ids.device)

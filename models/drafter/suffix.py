@@ -16,20 +16,18 @@ from collections.abc import Iterable
 from torch import nn
 
 from models.errors import UserError
-from models.sampling import RequestRandom, SamplingParams
 from models.suffix_automaton import ROOT, CountedSuffixes, FrozenSuffixes, Place, SuffixAutomaton, Suffixes
 from models.target import Target
-from models.text_drafting import new_tokens, point_masses, select_texts
-from models.types import Draft, TargetFeatures
+from models.text_drafting import DraftsFromText, TextState
 from models.vocab import DraftVocab
 
 
 class SuffixRequest:
     """One request's text, and where it stands among the texts that were counted."""
 
-    def __init__(self, max_match: int, counted: FrozenSuffixes | None) -> None:
+    def __init__(self, max_match: int, length_factor: float, counted: FrozenSuffixes | None) -> None:
         self.started = False
-        self._own = SuffixAutomaton(max_match)
+        self._own, self._length_factor = SuffixAutomaton(max_match), length_factor
         self._counted, self._place = counted, ROOT
 
     def append(self, token_ids: list[int]) -> None:
@@ -40,31 +38,20 @@ class SuffixRequest:
             if self._counted is not None:
                 self._place = self._counted.advance(self._place, token)
 
-    def continuation(self, num_tokens: int, length_factor: float) -> list[int]:
+    def continuation(self, num_tokens: int) -> list[int]:
         """Up to `num_tokens` tokens that are likely to follow; none where not even the last token is known."""
         sources: list[tuple[Suffixes, Place]] = [(self._own, self._own.place())]
         if self._counted is not None:
             sources.append((self._counted, self._counted.continued(self._place)))
         drafts = []
         for suffixes, place in sources:
-            length = min(num_tokens, max(1, int(length_factor * place.matched)))
+            length = min(num_tokens, max(1, int(self._length_factor * place.matched)))
             token_ids, expected = suffixes.draft(place, length)
             drafts.append(((expected, place.matched), token_ids))
         return max(drafts, key=lambda draft: draft[0])[1]  # the first of several
 
 
-class SuffixState:
-    """The texts of the running requests."""
-
-    def __init__(self, requests: list[SuffixRequest]) -> None:
-        self.requests = requests
-
-    def select(self, rows: list[int]) -> None:
-        """Keep the requests `rows`, in that order."""
-        self.requests = select_texts(self.requests, rows)
-
-
-class SuffixDrafter(nn.Module):
+class SuffixDrafter(DraftsFromText, nn.Module):
     """Copies from the request's own text and from counted ones; a module without parameters.
 
     Endings of up to `max_match` tokens are told apart. The draft vocabulary is left alone: whatever stands in a text
@@ -100,24 +87,7 @@ class SuffixDrafter(nn.Module):
         """Learn from token ids, in place of all that was counted before."""
         self.counted.count(texts)
 
-    def new_state(self, batch_size: int, max_len: int) -> SuffixState:
+    def new_state(self, batch_size: int, max_len: int) -> TextState:
         """Empty texts."""
         counted = self.counted.suffixes()
-        return SuffixState([SuffixRequest(self._max_match, counted) for _ in range(batch_size)])
-
-    def propose(
-        self,
-        state: SuffixState,
-        committed: TargetFeatures,
-        *,
-        num_speculative_tokens: int,
-        sampling: SamplingParams,
-        random: RequestRandom,
-    ) -> Draft:
-        """Take in the confirmed rows, then copy up to N tokens; `lengths` says how many, and 0 pads the rest."""
-        drafts = []
-        new = new_tokens(committed, [request.started for request in state.requests])
-        for request, token_ids in zip(state.requests, new, strict=True):
-            request.append(token_ids)
-            drafts.append(request.continuation(num_speculative_tokens, self._length_factor))
-        return point_masses(drafts, num_speculative_tokens, committed.token_ids.device)
+        return TextState([SuffixRequest(self._max_match, self._length_factor, counted) for _ in range(batch_size)])

@@ -250,6 +250,7 @@ def test_4_running_state_is_a_fresh_one_sampled(small_target: Target, small_draf
 
 def test_4_beams_that_share_a_past_are_drafted_for_each_by_itself(target: Target, drafter: Any, start: Any) -> None:
     """In beam search a request may go on in several ways: behind each of them a fresh state drafts the same."""
+    skip_probing(drafter)
     decode, beams = DecodeSettings(12, 4, stop_token_ids=frozenset()), BeamSettings(3)
     observed = Observed(drafter, [check_fresh])
     found, plain = (beam_search(target, start[:3], decode, beams, d) for d in (observed, None))

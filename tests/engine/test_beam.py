@@ -11,6 +11,7 @@ import torch
 
 from engine.beam import BeamSearch, beam_search
 from engine.beam_step import BeamSettings
+from engine.draft_length import Window
 from engine.settings import DecodeSettings
 from models.drafter.draft_lm import DraftLM
 from models.drafter.eagle import EagleDrafter
@@ -254,6 +255,7 @@ def test_prompts_do_not_depend_on_their_neighbours(target: Target) -> None:
         ({"sampling": SamplingParams(0.5)}, "takes the target's own law"),
         ({"sampling": SamplingParams(repetition_penalty=1.1)}, "takes the target's own law"),
         ({"verification": "block"}, "leave decode.verification out"),
+        ({"draft_length": Window()}, "leave decode.draft_length out"),
         ({"stop_token_ids": frozenset(range(64))}, "64 tokens, 64 of which end an answer, are too few"),
     ],
 )

@@ -98,6 +98,8 @@ def test_every_way_decodes_by_its_own_policy(tiny: Target, export: Path, monkeyp
     assert [settings.draft_length for settings in made] == wanted
     with pytest.raises(UserError, match="EagleDrafter has none"):
         all_ways(composed(f"export={export}", f"learnt={export}"), tiny)
+    with pytest.raises(UserError, match="put a policy of your own under policies"):
+        all_ways(composed(f"export={export}", "decode/draft_length=window"), tiny)
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.beam import beam_search
+from engine.beam_step import BeamSettings
 from engine.loop import generate
 from engine.settings import DecodeSettings
 from models import tree
 from models.checkpoint import native
 from models.drafter import lookahead
-from models.drafter.lookahead import LookaheadDrafter, LookaheadState, Pool, padded, trie, window_parents
+from models.drafter.lookahead import LookaheadDrafter, Pool, padded, trie, window_parents
 from models.errors import UserError
 from models.sampling import SamplingParams
 from models.target import Target
+from models.text_drafting import TextState
 from models.types import Draft, TargetFeatures
 from models.vocab import DraftVocab
 from tests.helpers.drafters import LEAST_P_VALUE, five_token_target, prompts, sampled_p_value
@@ -39,15 +42,15 @@ def target() -> Target:
 class Recorded(LookaheadDrafter):
     """Keeps, for each request, the rows that it was told of, and its window and n-grams at every proposal."""
 
-    def new_state(self, batch_size: int, max_len: int) -> LookaheadState:
+    def new_state(self, batch_size: int, max_len: int) -> TextState:
         state = super().new_state(batch_size, max_len)
         self.rounds: list[list[Any]] = [[] for _ in range(batch_size)]
-        self.number = {id(request): i for i, request in enumerate(state.requests)}
+        self.number = {id(request): i for i, request in enumerate(state.texts)}
         return state
 
-    def propose(self, state: LookaheadState, committed: TargetFeatures, **options: Any) -> Draft:
+    def propose(self, state: TextState, committed: TargetFeatures, **options: Any) -> Draft:
         draft = super().propose(state, committed, **options)
-        for row, request in enumerate(state.requests):
+        for row, request in enumerate(state.texts):
             count = int(committed.lengths[row])
             ids = [committed.token_ids[row, :count].tolist(), committed.next_token_ids[row, :count].tolist()]
             pool = {first: request.pool.behind(first) for first in range(5)}
@@ -247,20 +250,27 @@ def test_a_request_is_answered_in_a_batch_as_alone(sampling: SamplingParams, tar
 class Primed(LookaheadDrafter):
     """Begins with some n-grams, so that drafts come from the first round on; behind some tokens there are none."""
 
-    def new_state(self, batch_size: int, max_len: int) -> LookaheadState:
+    def new_state(self, batch_size: int, max_len: int) -> TextState:
         state = super().new_state(batch_size, max_len)
-        for request in state.requests:
+        for request in state.texts:
             for first, tail in ((0, (1, 2, 0)), (0, (1, 3, 3)), (0, (4, 0, 1)), (1, (2, 2, 4)), (1, (0, 3, 1)),
                                 (3, (2, 1, 0)), (4, (0, 0, 2)), (4, (3, 1, 1))):  # fmt: skip
                 request.pool.add(first, tail)
         return state
 
 
-@pytest.mark.parametrize("verification", ["token", "block"])
 @pytest.mark.parametrize("sampling", [SAMPLED, SamplingParams(0.8, top_k=4, top_p=0.85)], ids=["plain", "filtered"])
-def test_the_targets_law_comes_out(sampling: SamplingParams, verification: str, target: Target) -> None:
+def test_the_targets_law_comes_out(sampling: SamplingParams, target: Target) -> None:
     drafter = build(target, (2, 4, 3), Primed)
-    assert sampled_p_value(target, drafter, sampling, verification=verification) > LEAST_P_VALUE
+    assert sampled_p_value(target, drafter, sampling) > LEAST_P_VALUE
+
+
+def test_what_needs_chains_or_takes_no_answers_is_refused(target: Target) -> None:
+    drafter = build(target, (2, 4, 3))
+    with pytest.raises(UserError, match="Block verification is for chains, but LookaheadDrafter drafts trees"):
+        generate(target, [[0]], DecodeSettings(4, verification="block"), drafter)
+    with pytest.raises(UserError, match="LookaheadDrafter probes the target, which beam search has no room for"):
+        beam_search(target, [[0]], DecodeSettings(4), BeamSettings(2), drafter)
 
 
 def test_the_pool_forgets_the_ngram_that_was_found_longest_ago() -> None:

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from engine.loop import generate
 from engine.settings import DecodeSettings
 from models.checkpoint import native
-from models.drafter.lookup_cache import LookupCacheDrafter, LookupCacheState
+from models.drafter.lookup_cache import LookupCacheDrafter
 from models.errors import UserError
 from models.sampling import RequestRandom, SamplingParams
 from models.target import Target
+from models.text_drafting import TextState
 from models.types import TargetFeatures
 from models.vocab import DraftVocab
 from tests.helpers.drafters import LEAST_P_VALUE, five_token_target, prompts, sampled_p_value
@@ -65,7 +66,7 @@ def features(texts: list[list[int]], new: list[int]) -> TargetFeatures:
     return TargetFeatures(ids[:, :-1], ids[:, 1:], None, torch.tensor(new))
 
 
-def proposed(drafter: Any, state: LookupCacheState, committed: TargetFeatures) -> list[list[int]]:
+def proposed(drafter: Any, state: TextState, committed: TargetFeatures) -> list[list[int]]:
     batch_size = len(committed.token_ids)
     draft = drafter.propose(
         state, committed, num_speculative_tokens=4, sampling=SamplingParams(1.0),

@@ -88,12 +88,13 @@ def test_the_length_does_not_look_at_what_it_cuts(target: Target) -> None:
     """A shorter draft is the beginning of a longer one, and both are cut where the match says."""
     texts = prompts([8, 20, 30], 5)
     for text in texts:
-        request = SuffixRequest(3, None)
+        eager, request = SuffixRequest(3, 100.0, None), SuffixRequest(3, 1.0, None)
+        eager.append(text)
         request.append(text)
-        whole = request.continuation(6, 100.0)
+        whole = eager.continuation(6)
         for num_tokens in range(1, 7):
             matched, _ = longest_continued([text], text, 3)
-            assert request.continuation(num_tokens, 1.0) == whole[: min(num_tokens, max(1, matched))]
+            assert request.continuation(num_tokens) == whole[: min(num_tokens, max(1, matched))]
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(1.0), SamplingParams(0.8, top_k=4, top_p=0.85)])
