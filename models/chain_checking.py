@@ -28,14 +28,14 @@ def check_chain(
     first: Draft,
     num_tokens: int,
     *,
-    num_checked: int | None,
+    num_checked: Tensor,
     sampling: SamplingParams,
     random: RequestRandom,
 ) -> Draft:
     """Draft N tokens from the laws that `expander` tells, along the chain `first` for as long as its tokens pass.
 
-    Behind `num_checked` accepted tokens (None: never) those of `first` are taken as they are, with the laws they were
-    drawn from. Two calls of `random` wherever it is sampled. A request that the expander has no room for gets a shorter
+    Behind `num_checked` (B,) accepted tokens those of `first` are taken as they are, with the laws they were drawn
+    from. Two calls of `random` wherever it is sampled. A request that the expander has no room for gets a shorter
     chain, or none.
     """
     lengths = None if expander.room is None else expander.room.clamp(0, num_tokens)
@@ -69,7 +69,7 @@ class _Check:
         self,
         first: Draft,
         num_tokens: int,
-        num_checked: int | None,
+        num_checked: Tensor,
         sampling: SamplingParams,
         uniforms: tuple[Tensor, Tensor] | None,
     ) -> None:
@@ -77,16 +77,17 @@ class _Check:
         lengths = torch.full((batch_size,), given) if first.lengths is None else first.lengths
         self.first = _widened(first, num_tokens)
         self._full = bool((lengths == num_tokens).all())  # then a trusted chain is all there is to say
-        self._trusted_from = num_tokens if num_checked is None else min(num_checked, num_tokens)
+        self._trusted_from = num_checked.to(first.token_ids.device)
+        self._most = min(int(num_checked.max()), num_tokens)
         self._sampling, self._uniforms = sampling, uniforms
         self._lengths = lengths.to(first.token_ids.device)
         self._following = torch.ones_like(self._lengths, dtype=torch.bool)
         # How many of the first one's tokens the second may have to read.
-        self.needed = max(0, self._trusted_from - 1 if self._full else min(int(lengths.max()), num_tokens - 1))
+        self.needed = max(0, self._most - 1 if self._full else min(int(lengths.max()), num_tokens - 1))
 
     def finished(self, depth: int) -> bool:
         """Whether every request goes on with the rest of a full chain, unchecked."""
-        return depth == self._trusted_from and self._full and bool(self._following.all())
+        return depth >= self._most and self._full and bool(self._following.all())
 
     def next(self, depth: int, logits: Tensor, vocab: DraftVocab) -> tuple[Tensor, Tensor | None]:
         """The tokens (B,) at `depth` and their laws (B, V), where sampled, of the second one's logits (B, Vd)."""
@@ -95,19 +96,15 @@ class _Check:
         law = None
         if self._uniforms is None:
             own = vocab.to_target(logits.argmax(-1))
-            self._following = says if trusted else says & (own == said)
+            self._following = says & (trusted | (own == said))
         else:
             draws, tests = (uniforms[:, depth] for uniforms in self._uniforms)
-            law = source = vocab.widen(probabilities(logits, self._sampling))
-            if trusted:
-                self._following = says
-                law = torch.where(says[:, None], self.laws(depth, law)[:, 0], law)
-            else:
-                q = None if self.first.probs is None else self.first.probs[:, depth]
-                chance, residual, _ = try_child(law, said, q)
-                self._following = says & (tests < chance)
-                source = torch.where((says & ~self._following)[:, None], residual, law)
-            own = draw(source, draws)
+            law = vocab.widen(probabilities(logits, self._sampling))
+            q = None if self.first.probs is None else self.first.probs[:, depth]
+            chance, residual, _ = try_child(law, said, q)
+            self._following = says & (trusted | (tests < chance))
+            own = draw(torch.where((says & ~self._following)[:, None], residual, law), draws)
+            law = torch.where((says & trusted)[:, None], self.laws(depth, law)[:, 0], law)
         return torch.where(self._following, said, own), law
 
     def laws(self, depth: int, like: Tensor) -> Tensor:

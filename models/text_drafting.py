@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ class Text(Protocol):
     """One request's text, as far as it is confirmed, and what may follow it."""
 
     started: bool  # whether any token has come
+    matched: int  # tokens of the ending by which the last continuation was found
 
     def append(self, token_ids: list[int]) -> None:
         """Take in the next tokens."""
@@ -51,7 +53,8 @@ class DraftsFromText:
         """Take in the confirmed rows, then draft up to N tokens; `lengths` says how many, and 0 pads the rest."""
         take_in(state.texts, committed)
         drafts = [text.continuation(num_speculative_tokens) for text in state.texts]
-        return point_masses(drafts, num_speculative_tokens, committed.token_ids.device)
+        draft = point_masses(drafts, num_speculative_tokens, committed.token_ids.device)
+        return replace(draft, matched=torch.tensor([text.matched for text in state.texts]))
 
 
 Item = TypeVar("Item")

@@ -57,7 +57,8 @@ class Draft:
     which it cuts would let only some values be tested, and change the output's law.
 
     In a tree of less than was asked for, or none, `lengths` counts the levels that are meant, and padding hangs deeper.
-    `probes` are what the drafter wants to know beside.
+    `probes` are what the drafter wants to know beside. `matched` says of a draft that was looked up by how many of the
+    text's last tokens it was found.
     """
 
     token_ids: Tensor  # (B, N) in the target's vocabulary
@@ -66,6 +67,7 @@ class Draft:
     lengths: Tensor | None = None  # (B,) of 0 .. N, on the host; None: all N
     branches: bool = False
     probes: Probes | None = None
+    matched: Tensor | None = None  # (B,) on the host
 
 
 class DraftState(Protocol):

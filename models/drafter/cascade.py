@@ -7,10 +7,11 @@ is then a sample of the second one's own law, and q2 is what is handed on (recip
 Greedy drafting accepts y where it is the second one's choice.
 
 With `num_checked` the first one's tokens behind that many accepted ones are trusted: they are handed on unchecked, with
-the law that the first drew them from. Where all of them are trusted, up to the last that is asked for, the second is
-not asked any more: look-up before EAGLE costs one step of EAGLE where the text repeats itself. Which of the two speaks
-for a token depends on the committed text, the lengths of the first one's chains and the verdicts on tokens before it,
-so its law is the one reported given all that came before, and verification by the target stays exact.
+the law that the first drew them from. With `trusted_match` so is all that was looked up by as long an ending of the
+text: what follows a long match is right more often than a small second drafter knows. Where all of them are trusted, up
+to the last that is asked for, the second is not asked any more. Which of the two speaks for a token depends on the
+committed text, the lengths of the first one's chains and the verdicts on tokens before it, so its law is the one
+reported given all that came before, and verification by the target stays exact.
 
 B batch, N drafted tokens, L captured layers, D hidden size, V target and Vd draft vocabulary.
 """
@@ -21,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models.chain_checking import check_chain
 from models.checkpoint import native
@@ -49,9 +50,10 @@ class CascadeDrafter(nn.Module):
     """`second` checks what `first` proposes.
 
     Each is the drafter in the folder `first_export` or `second_export`, or without one what `first` or `second`
-    describes (`_target_` and arguments). `num_checked` None checks all of the first one's tokens. `stage_tokens` is
-    written by an export: the token ids that each stage can propose, None for all of them. Raises UserError for a
-    negative number, a drafter that is not given, and a second one that cannot draft token by token.
+    describes (`_target_` and arguments). `num_checked` None checks all of the first one's tokens; `trusted_match` None
+    trusts no match, and only drafters that look up have any. `stage_tokens` is written by an export: the token ids that
+    each stage can propose, None for all of them. Raises UserError for a number that is too small, a drafter that is not
+    given, and a second one that cannot draft token by token.
     """
 
     def __init__(
@@ -64,11 +66,14 @@ class CascadeDrafter(nn.Module):
         first_export: str | None = None,
         second_export: str | None = None,
         num_checked: int | None = None,
+        trusted_match: int | None = None,
         stage_tokens: list[list[int] | None] | None = None,
     ) -> None:
         super().__init__()
         if num_checked is not None and num_checked < 0:
             raise UserError(f"drafter.model.num_checked is {num_checked}: it must be 0 or more, or null for all.")
+        if trusted_match is not None and trusted_match < 1:
+            raise UserError(f"drafter.model.trusted_match is {trusted_match}: it must be 1 or more, or null for none.")
         vocabs = [vocab, vocab]
         if stage_tokens is not None:
             chosen = [None if ids is None else torch.tensor(ids) for ids in stage_tokens]
@@ -83,8 +88,9 @@ class CascadeDrafter(nn.Module):
         read = [tuple(map(target.layer_index, stage.capture_layers)) for stage in (self.first, self.second)]
         self.capture_layers: tuple[int, ...] = tuple(sorted({*read[0], *read[1]}))
         self._columns = [[self.capture_layers.index(layer) for layer in layers] for layers in read]
-        self.vocab = self.second.vocab if num_checked is None else _either(self.first.vocab, self.second.vocab)
-        self._num_checked = num_checked
+        trusts = num_checked is not None or trusted_match is not None
+        self.vocab = self.second.vocab if not trusts else _either(self.first.vocab, self.second.vocab)
+        self._num_checked, self._trusted_match = num_checked, trusted_match
 
     @property
     def export_arguments(self) -> dict[str, Any]:
@@ -130,10 +136,17 @@ class CascadeDrafter(nn.Module):
             self.second.vocab,
             first,
             num_speculative_tokens,
-            num_checked=self._num_checked,
+            num_checked=self._checked(first, num_speculative_tokens),
             sampling=sampling,
             random=random,
         )
+
+    def _checked(self, first: Draft, num_tokens: int) -> Tensor:
+        """How many tokens of each of the first one's chains are checked: (B,)."""
+        checked = torch.full((len(first.token_ids),), num_tokens if self._num_checked is None else self._num_checked)
+        if self._trusted_match is not None and first.matched is not None:
+            checked[first.matched >= self._trusted_match] = 0
+        return checked
 
     def _read_by(self, stage: int, committed: TargetFeatures) -> TargetFeatures:
         """The rows with those of the captured states that a stage reads."""

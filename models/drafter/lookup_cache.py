@@ -34,7 +34,7 @@ class LookupCacheRequest:
 
     def __init__(self, sizes: list[int], shared: Continuations) -> None:
         self.token_ids: list[int] = []
-        self.started = False
+        self.started, self.matched = False, 0
         self._sizes, self._memories = sizes, (Continuations(), shared)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LookupCacheRequest:
@@ -58,20 +58,23 @@ class LookupCacheRequest:
         context = self.token_ids[-self._sizes[0] :]
         known = len(context)
         while len(context) < known + num_tokens:
-            token = self._best(context)
+            token, size = self._best(context)
+            if len(context) == known:
+                self.matched = size
             if token is None:
                 break
             context.append(token)
         return context[known:]
 
-    def _best(self, context: list[int]) -> int | None:
+    def _best(self, context: list[int]) -> tuple[int | None, int]:
+        """The token that is best known behind the longest known ending, and that ending's length."""
         for size in self._sizes:
             if size <= len(context):
                 for memory in self._memories:
                     token = memory.best(tuple(context[-size:]))
                     if token is not None:
-                        return token
-        return None
+                        return token, size
+        return None, 0
 
 
 class LookupCacheDrafter(DraftsFromText, nn.Module):

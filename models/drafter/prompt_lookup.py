@@ -30,7 +30,7 @@ class LookupText:
 
     def __init__(self, sizes: range, latest: bool) -> None:
         self.token_ids: list[int] = []
-        self.started = False
+        self.started, self.matched = False, 0
         self._sizes = sizes  # lengths of n-grams, longest first
         self._latest = latest
         self._continued_at: dict[tuple[int, ...], int] = {}
@@ -50,11 +50,12 @@ class LookupText:
 
     def continuation(self, num_tokens: int) -> list[int]:
         """Up to `num_tokens` tokens that followed the longest known ending of the text; none where none is known."""
-        text = self.token_ids
+        text, self.matched = self.token_ids, 0
         for size in self._sizes:
             if size <= len(text):
                 start = self._continued_at.get(tuple(text[-size:]))
                 if start is not None:
+                    self.matched = size
                     return text[start : start + num_tokens]
         return []
 

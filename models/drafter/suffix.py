@@ -26,7 +26,7 @@ class SuffixRequest:
     """One request's text, and where it stands among the texts that were counted."""
 
     def __init__(self, max_match: int, length_factor: float, counted: FrozenSuffixes | None) -> None:
-        self.started = False
+        self.started, self.matched = False, 0
         self._own, self._length_factor = SuffixAutomaton(max_match), length_factor
         self._counted, self._place = counted, ROOT
 
@@ -48,7 +48,8 @@ class SuffixRequest:
             length = min(num_tokens, max(1, int(self._length_factor * place.matched)))
             token_ids, expected = suffixes.draft(place, length)
             drafts.append(((expected, place.matched), token_ids))
-        return max(drafts, key=lambda draft: draft[0])[1]  # the first of several
+        (_, self.matched), token_ids = max(drafts, key=lambda draft: draft[0])  # the first of several
+        return token_ids
 
 
 class SuffixDrafter(DraftsFromText, nn.Module):

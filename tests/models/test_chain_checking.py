@@ -91,7 +91,7 @@ class Case:
         *,
         point_masses: bool = False,
         said: int = LENGTH,
-        num_checked: int | None = None,
+        num_checked: int | list[int] | None = None,
         table: type[Table] = Table,
         change: Change | None = None,
     ) -> None:
@@ -113,12 +113,17 @@ class Case:
         self.expander = self.table(self.second, len(chain))
         random: Any = Given(draws, tests)
         made = check_chain(
-            self.expander, DraftVocab(VOCAB), first, LENGTH, num_checked=self.num_checked, sampling=sampling,
+            self.expander, DraftVocab(VOCAB), first, LENGTH, num_checked=self._checked(len(chain)), sampling=sampling,
             random=random,
         )  # fmt: skip
         if self.change is not None:
             made = self.change(first, made, behind(self.second, made.token_ids))
         return made
+
+    def _checked(self, rows: int) -> Tensor:
+        """For each row; a list is gone through over and over."""
+        each = self.num_checked if isinstance(self.num_checked, list) else [self.num_checked]
+        return torch.tensor([LENGTH if n is None else n for n, _ in zip(itertools.cycle(each), range(rows))])
 
     def all_drafts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One draft for every way to draw it: chain (R,), draws and tests (R, N), and how likely it is (R,)."""
@@ -279,6 +284,16 @@ def test_greedy_drafts_are_those_of_a_loop(num_checked: int | None, said: int, t
     assert draft.probs is None
     expected = [greedy_by_loop(chain, said, second, num_checked) for chain in case.chains.tolist()]
     assert draft.token_ids.tolist() == expected
+
+
+@pytest.mark.parametrize("said", range(LENGTH + 1))
+def test_rows_are_checked_as_far_as_each_is_meant_to_be(said: int) -> None:
+    _, first, second = laws(6, False)
+    case = Case(first, second, point_masses=True, said=said, num_checked=[2, 0, LENGTH])
+    nothing = torch.zeros(len(case.chains), LENGTH)
+    draft = case.draft(torch.arange(len(case.chains)), nothing, nothing, GREEDY)
+    each = zip(case.chains.tolist(), itertools.cycle([2, 0, None]))
+    assert draft.token_ids.tolist() == [greedy_by_loop(chain, said, second, checked) for chain, checked in each]
 
 
 @pytest.mark.parametrize(

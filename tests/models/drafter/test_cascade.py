@@ -40,6 +40,7 @@ LM = {"_target_": "models.drafter.draft_lm.DraftLM", "num_layers": 1, "hidden_si
 LOOKUP = {"_target_": "models.drafter.prompt_lookup.PromptLookupDrafter"}
 SUFFIX = {"_target_": "models.drafter.suffix.SuffixDrafter", "length_factor": 1.0}
 HYBRID = {"_target_": "models.drafter.hybrid.HybridDrafter", "neural": LM}
+LOOKUP_CACHE = {"_target_": "models.drafter.lookup_cache.LookupCacheDrafter", "ngrams": [3, 2, 1]}
 INNER = {"_target_": CASCADE, "first": LOOKUP, "second": LM, "num_checked": 1}
 LENGTHS = [9, 1, 20, 31, 4, 3]
 GREEDY, SAMPLED, FILTERED = SamplingParams(), SamplingParams(1.0), SamplingParams(0.7, top_k=3, top_p=0.9)
@@ -102,12 +103,10 @@ def test_a_checked_draft_has_the_second_drafters_laws(
 
 
 @pytest.mark.parametrize("sampling", [SAMPLED, FILTERED], ids=["sampled", "filtered"])
-@pytest.mark.parametrize("num_checked", [None, 0, 1])
+@pytest.mark.parametrize("trust", [{}, {"num_checked": 0}, {"num_checked": 1}, {"trusted_match": 2}], ids=str)
 @pytest.mark.parametrize("pair", ["look-up, eagle", "draft_lm, eagle"])
-def test_the_targets_law_comes_out(
-    pair: str, num_checked: int | None, sampling: SamplingParams, target: Target
-) -> None:
-    drafter = build(target, PAIRS[pair], num_checked=num_checked)
+def test_the_targets_law_comes_out(pair: str, trust: dict[str, int], sampling: SamplingParams, target: Target) -> None:
+    drafter = build(target, PAIRS[pair], **trust)
     assert sampled_p_value(target, drafter, sampling) > LEAST_P_VALUE
 
 
@@ -127,6 +126,35 @@ def test_trusting_is_lossless_in_a_batch_as_alone(pair: str, target: Target) -> 
             alone = generate(target, [prompt], settings, drafter, seeds=[index])
             assert alone.token_ids[0] == together.token_ids[index]
             assert (alone.stats.drafted[0] == together.stats.drafted[index]).all()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("first", [LOOKUP, SUFFIX, LOOKUP_CACHE], ids=["look-up", "suffix", "look-up cache"])
+def test_long_matches_are_trusted_and_short_ones_checked(
+    first: dict[str, Any], sampling: SamplingParams, target: Target
+) -> None:
+    """Row by row the draft is that of a cascade which trusts everything, or one which checks everything."""
+    texts = [[1, 2, 3, 4, 1, 2, 3], [0, 1, 2, 4, 3, 1, 2], [4, 3, 1, 0, 2, 0, 3], [0, 0, 1, 1, 2, 2, 3]]
+    matched = [3, 2, 1, 0]  # tokens of the longest ending that came before
+    ids = torch.tensor(texts)
+    cases = {"mixed": {"trusted_match": 2}, "all": {"num_checked": 0}, "none": {}}
+    made = {}
+    for name, options in cases.items():
+        drafter = build(target, (first, EAGLE), **options)
+        hidden = target(ids, capture_layers=drafter.capture_layers).hidden
+        made[name] = drafter.propose(
+            drafter.new_state(4, 16),
+            TargetFeatures(ids[:, :-1], ids[:, 1:], None if hidden is None else hidden[:, :-1], torch.full((4,), 6)),
+            num_speculative_tokens=3,
+            sampling=sampling,
+            random=RequestRandom([1, 2, 3, 4], 3),
+        )
+    for row, length in enumerate(matched):
+        expected = made["all" if length >= 2 else "none"]
+        assert torch.equal(made["mixed"].token_ids[row], expected.token_ids[row])
+        if not sampling.greedy:
+            assert torch.equal(made["mixed"].probs[row], expected.probs[row])
+    assert not torch.equal(made["all"].token_ids[:3], made["none"].token_ids[:3])
 
 
 def put_first(drafter: Any, first: Any) -> None:
@@ -259,6 +287,7 @@ def test_what_a_first_stage_counted_is_exported(target: Target, tmp_path: Path) 
     ("arguments", "sentence"),
     [
         ({"first": LOOKUP, "second": EAGLE, "num_checked": -1}, "num_checked is -1: it must be 0 or more"),
+        ({"first": LOOKUP, "second": EAGLE, "trusted_match": 0}, "trusted_match is 0: it must be 1 or more"),
         ({"second": EAGLE}, "The cascade has no first drafter: give drafter.model.first_export"),
         ({"first": LOOKUP}, "The cascade has no second drafter"),
         ({"first": EAGLE, "second": LOOKUP}, "PromptLookupDrafter cannot check another"),
