@@ -74,7 +74,7 @@ def latency_margin(result: dict[str, Any]) -> float | None:
 
 
 def table_rows(compared: list[Compared]) -> list[Row]:
-    """The main table: a row per drafter, by τ of its greedy chain, the best first."""
+    """The main table: a row per drafter, by τ of its chain at the lowest temperature, the best first."""
     rows = []
     for c in sorted(compared, key=lambda c: -_number(c.result(c.temperatures[0], False), "block_efficiency")):
         training = c.about["training"] or {}
@@ -170,6 +170,7 @@ def draw(compared: list[Compared], path: Path) -> None:
     axes[0].set(yticks=range(len(compared)), yticklabels=[c.name for c in compared], xlabel="τ, tokens per target pass")
     axes[0].invert_yaxis()
     axes[0].legend()
+    lowest = f"chain, T = {min(t for t, _ in kinds):g}"
     for c in compared:
         result = c.result(c.temperatures[0], False)
         if result is None:
@@ -178,10 +179,10 @@ def draw(compared: list[Compared], path: Path) -> None:
         axes[1].plot(range(1, len(rates) + 1), rates, marker="o", label=c.name)
         axes[2].scatter(max(c.about["parameters"], 1), result["speedup"])
         axes[2].annotate(c.name, (max(c.about["parameters"], 1), result["speedup"]), fontsize=8)
-    axes[1].set(xlabel="position in the draft", ylabel="accepted / tested, greedy chain", ylim=(0, 1.02))
+    axes[1].set(xlabel="position in the draft", ylabel=f"accepted / tested, {lowest}", ylim=(0, 1.02))
     axes[1].legend(fontsize=8)
     axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes[2].set(xlabel="parameters (at 1: none)", ylabel="speed-up over plain decoding, greedy chain", xscale="log")
+    axes[2].set(xlabel="parameters (at 1: none)", ylabel=f"speed-up over plain decoding, {lowest}", xscale="log")
     axes[2].axhline(1, color="grey", lw=0.8)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png")

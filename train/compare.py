@@ -9,6 +9,7 @@ Started again, the same command goes on where it stopped: what is trained or mea
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -90,11 +91,13 @@ def _budget(minutes: float | None, name: str, overrides: list[str], folder: Path
     """The setting that lets a drafter train for `minutes`, by the pace of a short run of its own; nothing for null."""
     if minutes is None:
         return []
-    record = folder / "probes" / name / "training.json"
+    asked = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:8]  # other settings have another pace
+    probe = f"probes/{name}-{asked}"
+    record = folder / probe / "training.json"
     if not record.exists():
         fit = [f"fit.max_steps={_PROBE_STEPS}", "fit.validation_prompts=1"]
         measure = ["measure.num_prompts=1", "measure.temperatures=[0]"]
-        _run(name, [*overrides, *fit, *measure], folder, f"probes/{name}")
+        _run(name, [*overrides, *fit, *measure], folder, probe)
     if not record.exists():
         return []  # it does not train by steps
     pace = json.loads(record.read_text())
