@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from data.features import FeatureCache
 from models.errors import UserError
 
+_POOL = 16  # batches
+
 
 class Batch(NamedTuple):
     """Answers padded on the right. `hidden` is None where the training step is to run the target itself."""
@@ -28,6 +30,9 @@ class Batch(NamedTuple):
 
 class StepBatches(Dataset[Batch]):
     """The batch of every step: item i holds the rows of step i, in an order shuffled anew each epoch.
+
+    Rows of a batch have similar lengths, since padding costs as much as tokens do: of each `_POOL` batches' worth of
+    shuffled rows the shortest make one batch, and so on, in shuffled order.
 
     Rows longer than `max_tokens` are cut, and counted in `truncated`; those left without a single token to learn from
     are dropped, and counted in `dropped`. Raises UserError when no row has anything to
@@ -81,9 +86,21 @@ class StepBatches(Dataset[Batch]):
         epoch, index = divmod(position, len(self.token_ids))
         if getattr(self, "_epoch", None) != epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._order = torch.randperm(len(self.token_ids), generator=generator).tolist()
-            self._epoch = epoch
+            first = -epoch * len(self.token_ids) % self.batch_size  # rows that fill the last epoch's last batch
+            self._order, self._epoch = self._shuffled(first, generator), epoch
         return self._order[index]
+
+    def _shuffled(self, first: int, generator: torch.Generator) -> list[int]:
+        """All rows, in batches of similar lengths behind `first` rows."""
+        order: list[int] = torch.randperm(len(self.token_ids), generator=generator).tolist()
+        size = _POOL * self.batch_size
+        for start in range(first, len(order), size):
+            pool = sorted(order[start : start + size], key=lambda row: len(self.token_ids[row]))
+            batches = [pool[i : i + self.batch_size] for i in range(0, len(pool), self.batch_size)]
+            last = [batches.pop()] if len(batches[-1]) < self.batch_size else []  # the next epoch completes it
+            mixed = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()] + last
+            order[start : start + size] = [row for batch in mixed for row in batch]
+        return order
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """How often the target said each token: (V,)."""

@@ -43,6 +43,20 @@ def test_every_row_is_seen_once_per_epoch_in_a_new_order_each_time() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
+@pytest.mark.parametrize("count", [64, 61])
+def test_rows_of_a_batch_have_similar_lengths(count: int) -> None:
+    """Every epoch, whether or not it ends with a whole batch; and batches come in no order of length."""
+    batches = StepBatches(rows_of([4 + 5 * i % 64 for i in range(count)]), batch_size=4, max_tokens=99, seed=1)
+    steps = [batches[step].lengths for step in range(3 * count // 4)]
+    inside = [int(lengths.max() - lengths.min()) for lengths in steps]
+    shuffled = torch.cat(steps)[torch.randperm(4 * len(steps), generator=torch.Generator().manual_seed(0))].view(-1, 4)
+    by_chance = (shuffled.amax(1) - shuffled.amin(1)).double().mean()
+    assert sum(inside) / len(inside) < 0.4 * by_chance
+    assert sum(gap > 8 for gap in inside) <= 3  # where one epoch ends and the next begins
+    longest = [int(lengths.max()) for lengths in steps[: count // 4]]
+    assert longest not in (sorted(longest), sorted(longest, reverse=True))
+
+
 def test_a_resumed_loader_continues_exactly() -> None:
     batches = StepBatches(rows_of([4, 5, 6, 7, 8]), batch_size=2, max_tokens=8, seed=1)
     whole = [batch.token_ids.tolist() for batch in step_loader(batches, 0, 9)]
