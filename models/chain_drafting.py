@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from models import tree
-from models.sampling import RequestRandom, SamplingParams, draw, probabilities
+from models.sampling import UNFILTERED, RequestRandom, SamplingParams, draw, probabilities
 from models.tree_drafting import Expander
 from models.types import Draft, Drafter, DraftState, TargetFeatures
 from models.vocab import DraftVocab
-
-_UNFILTERED = SamplingParams(1.0)
 
 
 class LawDrafter(Drafter, Protocol):
@@ -74,7 +72,7 @@ def draft_chain(
             logits = expander.below(tokens[-1][:, None], only)
         law = logits[:, 0]
         if uniforms is not None or stop is not None:
-            law = probabilities(law, _UNFILTERED if sampling.greedy else sampling)
+            law = probabilities(law, UNFILTERED if sampling.greedy else sampling)
         draws = None if stop is None else stop.draws(law)
         token = logits[:, 0].argmax(-1) if uniforms is None else draw(law, uniforms[:, depth])
         tokens.append(vocab.to_target(token))

@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from typing_extensions import TypedDict
 
 from models.errors import UserError
 from models.target.target import Target
@@ -57,13 +58,25 @@ def unrolled_mask(num_rows: int, step: int, device: torch.device) -> Tensor | No
     return torch.cat([causal] + [own] * step, dim=1)[None, None]
 
 
+class LayerSizes(TypedDict, total=False):
+    """Sizes of decoder layers that any drafter lets its yaml choose; None, and those left out, are the target's."""
+
+    intermediate_size: int | None
+    num_attention_heads: int | None
+    num_key_value_heads: int | None
+    head_dim: int | None
+
+
 def layer_config(target: Target, num_layers: int, **overrides: Any) -> LlamaConfig:
     """A Llama configuration for drafter layers shaped like the target's own, but for `overrides` that are not None.
 
     RoPE follows the target where it has one for full attention, so that exports can name the target's. It turns whole
     heads: where the target turns a part of each, LongRoPE's factors do not fit and are left out. Raises UserError for
-    sizes that do not go together.
+    sizes below 1, or that do not go together, and TypeError for an override of something else.
     """
+    for name, size in {"num_layers": num_layers, **overrides}.items():
+        if size is not None and size <= 0:
+            raise UserError(f"drafter.model.{name} is {size}: it must be at least 1.")
     c = target.config
     rope = dict(getattr(c, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
     rope = dict(rope.get("full_attention", rope))  # Gemma 3 keeps one per kind of attention
@@ -76,7 +89,10 @@ def layer_config(target: Target, num_layers: int, **overrides: Any) -> LlamaConf
         "num_key_value_heads": min(heads, getattr(c, "num_key_value_heads", None) or heads),
         "head_dim": getattr(c, "head_dim", None) or c.hidden_size // heads,
         "rms_norm_eps": getattr(c, "rms_norm_eps", None) or 1e-5,
-    } | {key: value for key, value in overrides.items() if value is not None}
+    }
+    if unknown := overrides.keys() - shape.keys():
+        raise TypeError(f"drafter layers have no {', '.join(unknown)}")
+    shape |= {key: value for key, value in overrides.items() if value is not None}
     if rope["rope_type"] == "longrope" and len(rope["short_factor"]) != shape["head_dim"] // 2:
         rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     if heads % shape["num_key_value_heads"]:

@@ -73,6 +73,9 @@ class SamplingParams:
         return self.repetition_penalty != 1
 
 
+UNFILTERED = SamplingParams(1.0)  # laws as the logits have them
+
+
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     """Raise UserError where `logit_bias` names a token outside the vocabulary, or leaves none that may be chosen."""
     for token, _ in params.logit_bias:

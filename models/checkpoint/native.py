@@ -14,7 +14,7 @@ import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -205,15 +205,30 @@ def build(model: dict[str, Any], target: Target, vocab: DraftVocab) -> Any:
         raise UserError(f"This version has no drafter {path!r}.") from error
     if not isinstance(drafter_class, type) or drafter_class.__module__ != module:  # something that the file imports
         raise UserError(f"{path!r} is not a drafter.")
-    parameters = dict(list(inspect.signature(drafter_class).parameters.items())[2:])  # those behind target and vocab
+    parameters = _parameters(drafter_class)
     for argument in arguments.keys() - parameters.keys():
         near = difflib.get_close_matches(argument, parameters, n=1)
         meant = f" Did you mean {near[0]!r}?" if near else f" It takes: {', '.join(parameters) or 'none'}."
         raise UserError(f"{path} takes no argument {argument!r}.{meant}")
-    for argument, parameter in parameters.items():
-        if parameter.default is parameter.empty and argument not in arguments:
+    for argument, needed in parameters.items():
+        if needed and argument not in arguments:
             raise UserError(f"{path} needs the argument {argument!r}.")
     return drafter_class(target, vocab, **arguments)
+
+
+def _parameters(drafter_class: Any) -> dict[str, bool]:
+    """What a drafter takes behind target and vocab, and whether it must be given.
+
+    Of a `**sizes: Unpack[...]` these are the keys of the TypedDict (`models.layers.LayerSizes`), none of them needed.
+    """
+    found: dict[str, bool] = {}
+    for parameter in list(inspect.signature(drafter_class).parameters.values())[2:]:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            (keys,) = get_args(get_type_hints(drafter_class.__init__)[parameter.name])
+            found |= dict.fromkeys(get_type_hints(keys), False)
+        else:
+            found[parameter.name] = parameter.default is parameter.empty
+    return found
 
 
 def load_or_build(

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from models.drafter.draft_lm import NEW_LAYERS, LMDrafter, lm_dtype, new_lm, open_lm
+from models.drafter.draft_lm import NEW_LAYERS, LMDrafter, LMSizes, lm_dtype, new_lm, open_lm
 from models.errors import UserError
 from models.pruning import (
     UNITS,
@@ -57,31 +58,20 @@ class DistilledLM(LMDrafter):
         name_or_path: str | None = None,
         config: dict[str, Any] | None = None,
         dtype: str | None = None,
-        num_layers: int | None = None,
-        hidden_size: int | None = None,
-        intermediate_size: int | None = None,
-        num_attention_heads: int | None = None,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
         start: str = "random",
         keep: Mapping[str, float] | None = None,
         embeddings: str = "own",
+        **sizes: Unpack[LMSizes],
     ) -> None:
-        sizes = {
-            "num_layers": num_layers,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "num_attention_heads": num_attention_heads,
-            "num_key_value_heads": num_key_value_heads,
-            "head_dim": head_dim,
-        }
         if embeddings not in EMBEDDINGS:
             raise UserError(f"drafter.model.embeddings is {embeddings!r}: choose {', '.join(EMBEDDINGS)}.")
         if name_or_path is not None and embeddings != "own":
             raise UserError("drafter.model.name_or_path has an embedding of its own: drop drafter.model.embeddings.")
+        if keep is not None and start != "pruned":
+            raise UserError(f"drafter.model.keep says what start=pruned leaves, but start is {start}: drop one.")
         begun = None
         if start == "random":
-            lm = open_lm(target, name_or_path=name_or_path, config=config, dtype=dtype, sizes=sizes)
+            lm = open_lm(target, name_or_path=name_or_path, config=config, dtype=dtype, **sizes)
         else:
             begun = _beginning(target, start, {**sizes, "name_or_path": name_or_path, "config": config}, keep)
             lm = new_lm(cut_config(target, begun), target, lm_dtype(dtype, target))
@@ -171,7 +161,7 @@ def _beginning(target: Target, start: str, others: dict[str, Any], keep: Mapping
         counts = _counts(target, keep or {})
         layers = even_layers(target.num_layers, counts["layers"])
         return best_units(squared_norms(target), counts, layers)
-    num_layers = others["num_layers"] or NEW_LAYERS
+    num_layers = NEW_LAYERS if others.get("num_layers") is None else others["num_layers"]
     if not 0 < num_layers <= target.num_layers:
         raise UserError(f"drafter.model.num_layers is {num_layers}: the target has {target.num_layers}.")
     first = tuple(range(num_layers))

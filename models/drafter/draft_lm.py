@@ -12,17 +12,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from typing_extensions import Unpack
 
 from models.cache import KVCache
 from models.errors import UserError
 from models.law_drafting import DraftsChains
-from models.layers import layer_config, moved_up
+from models.layers import LayerSizes, layer_config, moved_up
 from models.linear import accelerate
 from models.target import Target, load_target
 from models.target.head import Head
@@ -32,6 +33,13 @@ from models.vocab import DraftVocab
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 NEW_LAYERS = 2
 _LEFT_OUT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+
+
+class LMSizes(LayerSizes, total=False):
+    """Sizes of a new draft model; None, and those left out, are the target's, and `NEW_LAYERS` layers."""
+
+    num_layers: int | None
+    hidden_size: int | None
 
 
 class DraftLMState:
@@ -76,8 +84,7 @@ class LMDrafter(DraftsChains, nn.Module):
     def export_arguments(self) -> dict[str, Any]:
         """What an export says in place of a folder and sizes, so that it can be loaded without the folder."""
         config = json.loads(self.lm.model.config.to_json_string(use_diff=True))
-        sizes = ("num_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-        nothing = dict.fromkeys(("name_or_path", *sizes, "head_dim"))
+        nothing = dict.fromkeys(("name_or_path", *get_type_hints(LMSizes)))
         return {**nothing, "config": {key: value for key, value in config.items() if key not in _LEFT_OUT}}
 
     def accelerate(self) -> None:
@@ -163,22 +170,9 @@ class DraftLM(LMDrafter):
         name_or_path: str | None = None,
         config: dict[str, Any] | None = None,
         dtype: str | None = None,
-        num_layers: int | None = None,
-        hidden_size: int | None = None,
-        intermediate_size: int | None = None,
-        num_attention_heads: int | None = None,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
+        **sizes: Unpack[LMSizes],
     ) -> None:
-        sizes = {
-            "num_layers": num_layers,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "num_attention_heads": num_attention_heads,
-            "num_key_value_heads": num_key_value_heads,
-            "head_dim": head_dim,
-        }
-        lm = open_lm(target, name_or_path=name_or_path, config=config, dtype=dtype, sizes=sizes)
+        lm = open_lm(target, name_or_path=name_or_path, config=config, dtype=dtype, **sizes)
         super().__init__(lm, vocab, pretrained=name_or_path is not None)
 
 
@@ -214,10 +208,11 @@ def open_lm(
     name_or_path: str | None,
     config: dict[str, Any] | None,
     dtype: str | None,
-    sizes: dict[str, int | None],
+    **sizes: Unpack[LMSizes],
 ) -> Target:
     """The draft model in a folder, or a new one with random weights; raises UserError as `DraftLM` says."""
-    _refuse_contradictions(name_or_path, config, sizes)
+    given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    _refuse_contradictions(name_or_path, config, list(given))
     number_type = lm_dtype(dtype, target)
     if name_or_path is not None:
         return _read(name_or_path, target, number_type)
@@ -225,14 +220,10 @@ def open_lm(
         lm = new_lm(_config_of(config), target, number_type)
         lm.check()
         return lm
-    shape = {name: size for name, size in sizes.items() if name != "num_layers"}
-    return new_lm(layer_config(target, sizes["num_layers"] or NEW_LAYERS, **shape), target, number_type)
+    return new_lm(layer_config(target, **{"num_layers": NEW_LAYERS} | given), target, number_type)
 
 
-def _refuse_contradictions(
-    name_or_path: str | None, config: dict[str, Any] | None, sizes: dict[str, int | None]
-) -> None:
-    given = [name for name, size in sizes.items() if size is not None]
+def _refuse_contradictions(name_or_path: str | None, config: dict[str, Any] | None, given: list[str]) -> None:
     if name_or_path is not None and config is not None:
         raise UserError(
             "drafter.model has both name_or_path and config: a folder has a config of its own, so drop one."

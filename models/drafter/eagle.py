@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from models.layers import DecoderStack, layer_config
+from models.layers import DecoderStack, LayerSizes, layer_config
 from models.state_feedback import FeedbackDrafter
 from models.target import Target
 from models.vocab import DraftVocab
@@ -37,20 +38,10 @@ class EagleDrafter(FeedbackDrafter):
         num_layers: int = 1,
         feature_window: int = 1,
         num_future: int = 1,
-        intermediate_size: int | None = None,
-        num_attention_heads: int | None = None,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
+        **sizes: Unpack[LayerSizes],
     ) -> None:
         super().__init__(target, vocab, feature_window, num_future)
-        self.config = layer_config(
-            target,
-            num_layers,
-            intermediate_size=intermediate_size,
-            num_attention_heads=num_attention_heads,
-            num_key_value_heads=num_key_value_heads,
-            head_dim=head_dim,
-        )
+        self.config = layer_config(target, num_layers, **sizes)
         self.capture_layers = (target.num_layers,)
         size = target.hidden_size
         self.fc = nn.Linear(2 * feature_window * size, size, bias=False)

@@ -13,9 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from typing_extensions import Unpack
 
 from models.errors import UserError
-from models.layers import MLP, Attention, DecoderStack, Memory, RMSNorm, layer_config
+from models.layers import MLP, Attention, DecoderStack, LayerSizes, Memory, RMSNorm, layer_config
 from models.state_feedback import FeedbackDrafter
 from models.target import Target
 from models.vocab import DraftVocab
@@ -70,22 +71,12 @@ class Eagle3Drafter(FeedbackDrafter):
         head: str = "target",
         fc_norm: bool = False,
         norm_output: bool = False,
-        intermediate_size: int | None = None,
-        num_attention_heads: int | None = None,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
+        **sizes: Unpack[LayerSizes],
     ) -> None:
         super().__init__(target, vocab)
         if head not in ("target", "random"):
             raise UserError(f"drafter.model.head is {head!r}: choose target or random.")
-        self.config = layer_config(
-            target,
-            num_layers,
-            intermediate_size=intermediate_size,
-            num_attention_heads=num_attention_heads,
-            num_key_value_heads=num_key_value_heads,
-            head_dim=head_dim,
-        )
+        self.config = layer_config(target, num_layers, **sizes)
         chosen = published_layers(target.num_layers) if capture_layers is None else capture_layers
         self.capture_layers = tuple(map(target.layer_index, chosen))
         if not self.capture_layers:

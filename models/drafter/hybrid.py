@@ -22,15 +22,13 @@ from models.checkpoint import native
 from models.drafter import accelerate_drafter
 from models.errors import UserError
 from models.law_drafting import DraftsChains
-from models.sampling import SamplingParams, probabilities
+from models.sampling import UNFILTERED, probabilities
 from models.suffix_automaton import ROOT, CountedSuffixes, FrozenSuffixes, Place, SuffixAutomaton, Suffixes
 from models.target import Target
 from models.text_drafting import select_texts, take_in
 from models.tree_drafting import Expander
 from models.types import DraftState, TargetFeatures, max_depth
 from models.vocab import DraftVocab
-
-_UNFILTERED = SamplingParams(1.0)
 
 
 class NgramText:
@@ -144,7 +142,7 @@ class HybridDrafter(DraftsChains, nn.Module):
 
     def _mixture(self, logits: Tensor, texts: list[NgramText]) -> Tensor:
         """λ · p_ngram + (1 − λ) · p_neural (B, Vd), of the neural drafter's logits (B, Vd)."""
-        neural = probabilities(logits, _UNFILTERED)
+        neural = probabilities(logits, UNFILTERED)
         counts = torch.zeros(neural.shape, dtype=neural.dtype)
         for row, text in enumerate(texts):
             found = {self._draft_ids[t]: count for t, count in text.following().items() if t in self._draft_ids}

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from typing_extensions import Unpack
 
 from models.errors import UserError
-from models.layers import MLP, DecoderStack, RMSNorm, UnrolledMemory, layer_config, moved_up
+from models.layers import MLP, DecoderStack, LayerSizes, RMSNorm, UnrolledMemory, layer_config, moved_up
 from models.multi_token import InputFusion, MultiTokenDrafter, MultiTokenState
 from models.target import Target
 from models.tree_drafting import Expander
@@ -79,19 +80,9 @@ class CascadedMTP(MultiTokenDrafter):
         attention_heads: int = 4,
         head_intermediate_size: int | None = None,
         capture_layers: Sequence[int] | None = None,
-        intermediate_size: int | None = None,
-        num_attention_heads: int | None = None,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
+        **sizes: Unpack[LayerSizes],
     ) -> None:
-        config = layer_config(
-            target,
-            num_layers,
-            intermediate_size=intermediate_size,
-            num_attention_heads=num_attention_heads,
-            num_key_value_heads=num_key_value_heads,
-            head_dim=head_dim,
-        )
+        config = layer_config(target, num_layers, **sizes)
         super().__init__(target, vocab, config, capture_layers)
         if num_heads < 1:
             raise UserError(f"drafter.model.num_heads is {num_heads}: it must be at least 1.")

@@ -9,13 +9,13 @@ M rows, C classes, D hidden size, Vd draft vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from models.drafter.mtp import SequentialMTP
 from models.errors import UserError
+from models.layers import LayerSizes
 from models.target import Target
 from models.vocab import DraftVocab
 
@@ -39,17 +39,8 @@ class HierarchicalMTP(SequentialMTP):
         num_blocks: int = 1,
         num_layers: int = 1,
         capture_layers: list[int] | None = None,
-        intermediate_size: int | None = None,
-        num_attention_heads: int | None = None,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
+        **sizes: Unpack[LayerSizes],
     ) -> None:
-        sizes: dict[str, Any] = {
-            "intermediate_size": intermediate_size,
-            "num_attention_heads": num_attention_heads,
-            "num_key_value_heads": num_key_value_heads,
-            "head_dim": head_dim,
-        }
         super().__init__(
             target, vocab, num_blocks=num_blocks, num_layers=num_layers, capture_layers=capture_layers, **sizes
         )

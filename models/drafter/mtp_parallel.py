@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from typing_extensions import Unpack
 
 from models.errors import UserError
-from models.layers import DecoderStack, Memory, RMSNorm, UnrolledMemory, layer_config
+from models.layers import DecoderStack, LayerSizes, Memory, RMSNorm, UnrolledMemory, layer_config
 from models.multi_token import InputFusion, LayersFrom, MultiTokenDrafter, MultiTokenState
 from models.target import Target
 from models.tree_drafting import Expander
@@ -48,19 +49,9 @@ class ParallelMTP(MultiTokenDrafter):
         num_heads: int = 4,
         num_layers: int = 1,
         capture_layers: Sequence[int] | None = None,
-        intermediate_size: int | None = None,
-        num_attention_heads: int | None = None,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
+        **sizes: Unpack[LayerSizes],
     ) -> None:
-        config = layer_config(
-            target,
-            num_layers,
-            intermediate_size=intermediate_size,
-            num_attention_heads=num_attention_heads,
-            num_key_value_heads=num_key_value_heads,
-            head_dim=head_dim,
-        )
+        config = layer_config(target, num_layers, **sizes)
         super().__init__(target, vocab, config, capture_layers)
         if num_heads < 1:
             raise UserError(f"drafter.model.num_heads is {num_heads}: it must be at least 1.")
