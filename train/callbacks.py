@@ -51,11 +51,9 @@ class BlockEfficiency(lightning.Callback):
         if step in (0, self._measured_at) or (step % self.every and step != trainer.max_steps):
             return
         self._measured_at = step
-        drafter: Any = pl_module.drafter
-        drafter.eval()
-        stats = generate(self.target, self.prompts, self.settings, drafter).stats
-        drafter.train()
         regime: Any = pl_module
+        with regime.measurable():
+            stats = generate(self.target, self.prompts, self.settings, regime.drafter).stats
         regime.measured(stats)
         self.last_score = stats.block_efficiency
         values = {"val/block_efficiency": stats.block_efficiency, "val/acceptance_rate": stats.acceptance_rate}
@@ -63,7 +61,7 @@ class BlockEfficiency(lightning.Callback):
             logger.log_metrics(values, step=step)
         if self.last_score > self.best_score:
             self.best_score = self.last_score
-            write_tensors(self.best, drafter.state_dict())
+            write_tensors(self.best, regime.kept_state())
 
 
 class LastCheckpoint(lightning.Callback):

@@ -5,13 +5,17 @@ B batch, S rows, M supervised rows, D hidden size of the target and D' of the dr
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from data.loader import Batch, StepBatches
+from models.attention_maps import check_maps, common_groups, grouped, states_and_maps
 from models.errors import UserError
+from models.lora import add_adapters, merge_adapters, merged
 from models.pruning import Kept, best_units
 from models.target import Target
 from train.law_matching import LawMatching
@@ -34,6 +38,15 @@ class Distillation(LawMatching):
     They are a part of checkpoints. No gradient flows through the drawing, and cross_entropy leaves them out, since
     the target did not say them.
 
+    Attention: `w_attention` times Σ_j KL(A_j ‖ a_j) in the same rows, where a_j is the attention of layer j of the
+    draft model and A_j that of the target's layer that it is mapped to (2004.02984 has pairs of heads). Here they are
+    means over as many groups of heads as both models can be divided into, those of their key-value heads where they
+    have equally many. The target's are in no cache: with this loss it always reads the texts once more, with eager
+    attention, which holds (B, H, S, S) for every layer.
+
+    With `lora` the draft model's weights stay, and adapters beside them are trained (`models.lora`). They are a part of
+    the weights whenever the drafter is measured, and in the end.
+
     A drafter that begins as a pruned target is cut before the first step by `importance` (`train.sensitivity`) over
     `calibration_batches` batches; its layers too with `choose_layers` importance, or at even distances. The run's
     `sensitivity.csv` tells of every unit, with `measure_units` also what acceptance falls by without it.
@@ -54,6 +67,8 @@ class Distillation(LawMatching):
         choose_layers: str,
         calibration_batches: int,
         measure_units: bool,
+        w_attention: float,
+        lora: Mapping[str, Any] | None,
         **laws: Any,
     ) -> None:
         super().__init__(drafter, target, **laws)
@@ -74,13 +89,53 @@ class Distillation(LawMatching):
         self.calibration_batches, self.measure_units = calibration_batches, measure_units
         self._own_texts: Batch | None = None
         self.w_layers, self.normalize_layers = w_layers, normalize_layers
+        self.w_attention, self.lora = w_attention, lora
         self._layer_map: tuple[int, ...] = ()
         self.projections = nn.ModuleList()
+        if w_layers or w_attention:
+            self._layer_map = _mapped(drafter, target, layer_map, "w_layers" if w_layers else "w_attention")
+        if w_attention:
+            for model in (target, drafter.lm):
+                check_maps(model, "drafter.training.w_attention")
+            self._groups = common_groups(target, drafter.lm)
         if w_layers:
-            self._layer_map = _mapped(drafter, target, layer_map)
             read, last = self.capture_layers[: self._num_read], self.capture_layers[-1]
             self.capture_layers = tuple(dict.fromkeys((*read, *self._layer_map, last)))
             self.projections = _projections(drafter.lm, target, len(self._layer_map))
+        if lora is not None:
+            self._adapt(lora)
+
+    def _adapt(self, lora: Mapping[str, Any]) -> None:
+        """Freeze the drafter, and put adapters into it."""
+        if not hasattr(self.drafter, "lm") or not self.drafter.pretrained:
+            raise UserError(
+                "drafter.training.lora adapts a language model that has weights already: begin with some of the "
+                "target's (drafter.model.start) or with a folder (drafter.model.name_or_path), or set it to null."
+            )
+        self.drafter.requires_grad_(False)
+        add_adapters(self.drafter.model, lora, "drafter.training.lora")
+
+    def on_train_start(self) -> None:
+        """Let adapters drop out from the first step on, in a resumed run too."""
+        super().on_train_start()
+        self.drafter.train()
+
+    @contextmanager
+    def measurable(self) -> Iterator[None]:
+        """As for every regime; adapters are a part of the weights."""
+        with super().measurable(), merged(self.drafter.model) if self.lora is not None else nullcontext():
+            yield
+
+    def kept_state(self) -> dict[str, Tensor]:
+        """As for every regime; adapters are a part of the weights."""
+        with merged(self.drafter.model) if self.lora is not None else nullcontext():
+            return super().kept_state()
+
+    def load_kept_state(self, tensors: dict[str, Tensor]) -> None:
+        """As for every regime; the adapters are gone for good."""
+        if self.lora is not None:
+            merge_adapters(self.drafter.model)
+        super().load_kept_state(tensors)
 
     def start(self, batches: StepBatches) -> dict[str, str] | None:
         """Cut a drafter that begins as a pruned target."""
@@ -92,23 +147,37 @@ class Distillation(LawMatching):
         counts = {"layers": len(units.layers), "groups": units.groups.shape[1], "channels": units.channels.shape[1]}
         layers = units.layers if self.choose_layers == "even" else None
         kept = best_units(scores[self.importance], counts, layers)
+        if self.lora is not None:
+            merge_adapters(self.drafter.model)
         self.drafter.cut(kept)
+        if self.lora is not None:
+            self._adapt(self.lora)
         if self.measure_units:
             scores["acceptance_lost"] = measured_loss_of_acceptance(self.target, chosen[0])
         print(summary(scores, kept))
         return {"sensitivity.csv": report(scores, kept)}
 
     def training_losses(self, batch: Batch, step: int) -> dict[str, Tensor]:
-        """The losses of the laws, and `layers`, that of the layers, where it has a weight."""
+        """The losses of the laws, and those of the layers, `layers` and `attention`, where they have a weight."""
+        if self.lora is not None:
+            torch.manual_seed(self.seed * 1_000_003 + step)  # so that a resumed run's adapters drop out the same
         batch, labels = self._with_own_texts(self.with_states(batch), step)
         features, last = self.features(batch)
         assert last is not None
-        if not self.w_layers:
+        if not self._layer_map:
             return self.law_losses(batch, last, self.drafter.unroll(features, self.num_steps), labels)
-        states = self.drafter.states(features, tuple(range(1, len(self._layer_map))))
+        if self.w_attention:
+            states, maps = self.drafter.states_and_maps(features)
+        else:
+            states, maps = self.drafter.states(features, tuple(range(1, len(self._layer_map)))), []
         found = self.law_losses(batch, last, self.drafter.steps(states[-1], self.num_steps), labels)
-        layers = self.layer_loss(batch, states)
-        return {**found, "loss": found["loss"] + self.w_layers * layers, "layers": layers.detach()}
+        if self.w_layers:
+            layers = self.layer_loss(batch, states)
+            found |= {"loss": found["loss"] + self.w_layers * layers, "layers": layers.detach()}
+        if self.w_attention:
+            attention = self.attention_loss(batch, maps)
+            found |= {"loss": found["loss"] + self.w_attention * attention, "attention": attention.detach()}
+        return found
 
     def layer_loss(self, batch: Batch, states: list[Tensor]) -> Tensor:
         """Of the draft model's states (B, S, D') behind its layers, at x_{t+1} in row t, against those of a batch."""
@@ -125,6 +194,22 @@ class Distillation(LawMatching):
 
         parameters = list(self.projections.parameters())
         return chunked_loss(row_loss, rows, parameters, chunk_rows=self.chunk_rows) / max(1, len(rows))
+
+    def attention_loss(self, batch: Batch, maps: list[Tensor]) -> Tensor:
+        """Of the draft model's attention (B, H, S + 1, S + 1) in each of its layers, against that of the target."""
+        with torch.no_grad(), torch.autocast(batch.token_ids.device.type, enabled=False):
+            theirs = states_and_maps(self.target, batch.token_ids)[1]
+        supervised, width = batch.loss_mask[:, 2:], batch.token_ids.shape[1]  # the rows of `layer_loss`
+        total = maps[0].new_zeros((), dtype=torch.promote_types(maps[0].dtype, torch.float32))
+        for ours, layer in zip(maps, self._layer_map, strict=True):
+            p, q = (
+                grouped(whole[:, :, 1 : width - 1, :width], self._groups).transpose(1, 2)[supervised].to(total.dtype)
+                for whole in (theirs[layer - 1], ours)
+            )  # (M, G, S)
+            smallest = torch.finfo(total.dtype).tiny  # where both are 0, nothing is added
+            distance = (p * (p.clamp(min=smallest).log() - q.clamp(min=smallest).log())).sum(-1)
+            total = total + distance.mean(-1).sum()
+        return total / max(1, int(supervised.sum()))
 
     def _distance(self, ours: Tensor, theirs: Tensor) -> Tensor:
         dtype = torch.promote_types(ours.dtype, torch.float32)
@@ -173,11 +258,11 @@ class Distillation(LawMatching):
             self._own_texts = Batch(ids, mask, lengths, None)
 
 
-def _mapped(drafter: Any, target: Target, layer_map: list[int] | None) -> tuple[int, ...]:
+def _mapped(drafter: Any, target: Target, layer_map: list[int] | None, weight: str) -> tuple[int, ...]:
     """Which of the target's layers each of the draft model's is compared with, counted from 1."""
     if not hasattr(drafter, "states"):
         raise UserError(
-            f"drafter.training.w_layers is for language models: {type(drafter).__name__} has no layers to compare."
+            f"drafter.training.{weight} is for language models: {type(drafter).__name__} has no layers to compare."
         )
     number, theirs = drafter.lm.num_layers, target.num_layers
     if layer_map is None:

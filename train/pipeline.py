@@ -172,7 +172,7 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
         if trainer.interrupted:
             raise KeyboardInterrupt from None
         raise
-    drafter.load_state_dict(native.read_tensors(measured.best))
+    module.load_kept_state(native.read_tensors(measured.best))
     drafter.to(target.device).eval()  # Lightning left it on the CPU
 
 

@@ -6,6 +6,8 @@ B batch, S rows, D hidden size.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning
@@ -67,6 +69,24 @@ class Regime(lightning.LightningModule):
 
     def measured(self, stats: DecodingStats) -> None:
         """Take note of what the engine measured with the drafter on validation prompts."""
+
+    @contextmanager
+    def measurable(self) -> Iterator[None]:
+        """Within, the drafter is as the engine measures it: in evaluation mode, and what its export would be."""
+        self.drafter.eval()
+        try:
+            yield
+        finally:
+            self.drafter.train()
+
+    def kept_state(self) -> dict[str, Tensor]:
+        """What is kept of the best step: the weights that an export would hold."""
+        state: dict[str, Tensor] = self.drafter.state_dict()
+        return state
+
+    def load_kept_state(self, tensors: dict[str, Tensor]) -> None:
+        """End the training with what `kept_state` gave."""
+        self.drafter.load_state_dict(tensors)
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]

@@ -4,6 +4,8 @@ Its weights can begin as the target's first or evenly strided layers, or as a pr
 have the target's embedding and head for its own: frozen, in no file, and where its states are narrower than the
 target's through two learnt maps, W = U·V with the target's matrix as the shared U and V (D', D) of its own.
 
+With `low_rank` the matrices of its layers are factored: W = U·V, with a U for all layers (`models.low_rank`).
+
 V vocabulary, D hidden size of the target and D' of the draft model.
 """
 
@@ -18,6 +20,8 @@ from typing_extensions import Unpack
 
 from models.drafter.draft_lm import NEW_LAYERS, LMDrafter, LMSizes, lm_dtype, new_lm, open_lm
 from models.errors import UserError
+from models.linear import accelerate
+from models.low_rank import LowRankLinear, factor, multiply_out, principal
 from models.pruning import (
     UNITS,
     Kept,
@@ -32,11 +36,13 @@ from models.pruning import (
     whole_layers,
 )
 from models.target import Target
-from models.target.head import Head
+from models.target.head import Head, linears_of
 from models.vocab import DraftVocab
 
 STARTS = ("random", "first_layers", "strided_layers", "pruned")
 EMBEDDINGS = ("own", "copied", "shared")
+SHARES = ("layers", "target")
+_LOW_RANK = "drafter.model.low_rank"
 
 
 class DistilledLM(LMDrafter):
@@ -46,8 +52,12 @@ class DistilledLM(LMDrafter):
     has it. With first_layers and strided_layers it holds `num_layers` of the target's layers, its norm, embedding and
     head. With pruned it holds the shares `keep` of the target's layers, of their groups and of their channels; until
     `cut` is told which, layers at even distances and what has the largest weights. `embeddings` are own; copied (they
-    begin as the target's, and are tied where those are); or shared (they are the target's, and frozen). Raises
-    UserError for settings that contradict each other, and for a target whose layers cannot be cut.
+    begin as the target's, and are tied where those are); or shared (they are the target's, and frozen).
+
+    `low_rank` {rank, share, train_shared} factors its layers: U begins as the best fit of the draft model's own layers
+    (share layers) or of the target's (share target), as far as these weights are not random, and is trained or not.
+
+    Raises UserError for settings that contradict each other, and for a target whose layers cannot be cut.
     """
 
     def __init__(
@@ -61,6 +71,7 @@ class DistilledLM(LMDrafter):
         start: str = "random",
         keep: Mapping[str, float] | None = None,
         embeddings: str = "own",
+        low_rank: Mapping[str, Any] | None = None,
         **sizes: Unpack[LMSizes],
     ) -> None:
         if embeddings not in EMBEDDINGS:
@@ -79,22 +90,50 @@ class DistilledLM(LMDrafter):
         if embeddings == "copied" or (begun is not None and embeddings == "own"):
             lm = _with_copied_embeddings(target, lm)
         head = _share(target, lm) if embeddings == "shared" else None
-        super().__init__(lm, vocab, pretrained=name_or_path is not None or begun is not None, head=head)
+        self._source, self._low_rank = (target,), None if low_rank is None else _checked_low_rank(low_rank)
+        pretrained = name_or_path is not None or begun is not None
+        factors = self._factored(lm, pretrained)
+        super().__init__(lm, vocab, pretrained=pretrained, head=head)
+        self.factors = factors
         self.widen = None if head is None else head.widen
         self.units = begun if start == "pruned" else None
-        self._shared, self._source = embeddings == "shared", (target,)
+        self._shared = embeddings == "shared"
 
     def cut(self, kept: Kept) -> None:
         """Of a pruned start: begin with these units instead, as many of each kind as there are."""
         assert self.units is not None and self.units.channels.shape == kept.channels.shape
+        multiply_out(self.lm.layers)
         copy_kept(self._source[0], self.lm, kept)
-        self.units = kept
+        self.units, self.factors = kept, self._factored(self.lm, True)
+
+    def _factored(self, lm: Target, fitted: bool) -> nn.ModuleDict | None:
+        """Factor the layers of `lm` where `low_rank` says so; returns the U of each kind."""
+        if self._low_rank is None:
+            return None
+        source = self._source[0].layers if self._low_rank["share"] == "target" else None
+        factors = factor(lm.layers, self._low_rank["rank"], fitted=fitted, source=source, where=_LOW_RANK)
+        return factors.requires_grad_(self._low_rank["train_shared"])
+
+    def dense_tensors(self) -> dict[str, Tensor]:
+        """The tensors of `state_dict` as they would be without `low_rank`: W = U·V in place of U and V."""
+        parts = {f"model.{name}": p for name, p in self.model.named_modules() if isinstance(p, LowRankLinear)}
+        factored = {f"{name}.own.weight" for name in parts}
+        tensors = {name: tensor for name, tensor in self.state_dict().items() if name not in factored}
+        dense = {name: tensor for name, tensor in tensors.items() if not name.startswith("factors.")}
+        return dense | {f"{name}.weight": part.weight.detach() for name, part in parts.items()}
+
+    def accelerate(self) -> None:
+        """Prepare for inference, for good; see `Target.accelerate`."""
+        super().accelerate()
+        accelerate(linears_of(self.factors))
 
     @property
     def export_arguments(self) -> dict[str, Any]:
         """As `LMDrafter` has them, without what the weights began with."""
         embeddings = "shared" if self._shared else "own"
-        return {**super().export_arguments, "start": "random", "keep": None, "embeddings": embeddings}
+        low_rank = None if self._low_rank is None else {**self._low_rank, "share": "layers"}
+        begun = {"start": "random", "keep": None, "embeddings": embeddings, "low_rank": low_rank}
+        return {**super().export_arguments, **begun}
 
     def logit_parameters(self, step: int = 0) -> list[nn.Parameter]:
         """The head's own, and those of the map in front of a shared one."""
@@ -144,6 +183,18 @@ class _HeadModule(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self._head[0](hidden)
+
+
+def _checked_low_rank(given: Mapping[str, Any]) -> dict[str, Any]:
+    if set(given) != {"rank", "share", "train_shared"}:
+        raise UserError(f"{_LOW_RANK} has {', '.join(given) or 'nothing'}: give rank, share and train_shared.")
+    if not isinstance(given["rank"], int) or given["rank"] < 1:
+        raise UserError(f"{_LOW_RANK}.rank is {given['rank']!r}: it must be a whole number of at least 1.")
+    if given["share"] not in SHARES:
+        raise UserError(f"{_LOW_RANK}.share is {given['share']!r}: choose {' or '.join(SHARES)}.")
+    if not isinstance(given["train_shared"], bool):
+        raise UserError(f"{_LOW_RANK}.train_shared is {given['train_shared']!r}: it must be true or false.")
+    return dict(given)
 
 
 def _beginning(target: Target, start: str, others: dict[str, Any], keep: Mapping[str, float] | None) -> Kept:
@@ -212,17 +263,11 @@ def _share(target: Target, lm: Target) -> SharedHead:
         widen = nn.Linear(lm.hidden_size, target.hidden_size, bias=False, device=lm.device, dtype=lm.dtype)
         with torch.no_grad():
             embedding: Any = target.embedding
-            narrow.weight.copy_(_principal(embedding.weight, lm.hidden_size))
-            widen.weight.copy_(_principal(target.head.weight, lm.hidden_size).t())
+            narrow.weight.copy_(principal([embedding.weight], lm.hidden_size))
+            widen.weight.copy_(principal([target.head.weight], lm.hidden_size).t())
     shared = SharedEmbedding(target, narrow, lm.dtype)
     head = SharedHead(target.head, widen)
     lm.model.set_input_embeddings(shared)
     lm.model.set_output_embeddings(_HeadModule(head))
     lm.embedding, lm.head, lm.vocab_size = shared, head, target.vocab_size
     return head
-
-
-def _principal(weight: Tensor, count: int) -> Tensor:
-    """The `count` directions (count, D) that hold most of a matrix (V, D): those of its largest singular values."""
-    gram = weight.detach().double().t() @ weight.detach().double()
-    return torch.linalg.eigh(gram).eigenvectors[:, -count:].t()

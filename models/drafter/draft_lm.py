@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from typing_extensions import Unpack
 
+from models.attention_maps import states_and_maps
 from models.cache import KVCache
 from models.errors import UserError
 from models.law_drafting import DraftsChains
@@ -121,6 +122,15 @@ class LMDrafter(DraftsChains, nn.Module):
         out = self.lm(self._known(text), capture_layers=layers)
         entering = () if out.hidden is None else out.hidden.chunk(len(layers), dim=-1)
         return [state[:, 1:] for state in (*entering, out.last)]
+
+    def states_and_maps(self, features: TargetFeatures) -> tuple[list[Tensor], list[Tensor]]:
+        """For training: states (B, S, D) behind every layer, as `states` has them, and attention (B, H, S + 1, S + 1).
+
+        Row and column t of the latter are x_t.
+        """
+        text = torch.cat([features.token_ids[:, :1], features.next_token_ids], dim=1)
+        hidden, maps = states_and_maps(self.lm, self._known(text))
+        return [state[:, 1:] for state in hidden[1:]], list(maps)
 
     def steps(self, hidden: Tensor, num_steps: int) -> Iterator[Tensor]:
         """The states of step 0, 1, ... from those of step 0, as `unroll` yields them."""

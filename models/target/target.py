@@ -79,7 +79,7 @@ class Target(nn.Module):
             )
         self._windows = _attention_windows(self.config, name)
         self._lean: LeanDecoder | None = None
-        self._layers = _decoder_layers(model.get_decoder(), self.num_layers, name)
+        self.layers = _decoder_layers(model.get_decoder(), self.num_layers, name)
 
     def train(self, mode: bool = True) -> Target:
         """Stay in evaluation mode, whatever module this is a part of: dropout would change the states."""
@@ -163,7 +163,7 @@ class Target(nn.Module):
         """The model's own forward pass, with hooks that keep the states entering the layers `wanted`."""
         captured: dict[int, Tensor] = {}
         hooks = [
-            self._layers[index].register_forward_pre_hook(_keep_input(captured, index), with_kwargs=True)
+            self.layers[index].register_forward_pre_hook(_keep_input(captured, index), with_kwargs=True)
             for index in wanted - {self.num_layers}
         ]
         try:

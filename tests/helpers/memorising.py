@@ -61,9 +61,8 @@ class MeasureAndStop(lightning.Callback):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step % MEASURE_EVERY == 0:
-            pl_module.drafter.eval()
-            self.acceptance_rate = self.measure()
-            pl_module.drafter.train()
+            with pl_module.measurable():
+                self.acceptance_rate = self.measure()
             trainer.should_stop = self.acceptance_rate > ENOUGH
 
 
@@ -94,4 +93,5 @@ def memorise(
         default_root_dir=folder,
     )
     trainer.fit(module, step_loader(text.batches, 0, max_steps))
+    module.load_kept_state(module.kept_state())
     return Trained(drafter.eval(), watch.acceptance_rate, trainer.global_step)

@@ -246,8 +246,16 @@ def test_sizes_given_win() -> None:
         ({"num_attention_heads": 8, "num_key_value_heads": 3}, "8 attention heads, which its 3 key-value heads cannot"),
         ({"head_dim": 7}, "cannot be built: .*even rotary dimension"),
         ({"num_attention_heads": 6, "num_key_value_heads": 2}, "cannot be built: .*not a multiple"),
+        ({"num_key_value_heads": 0}, "drafter.model.num_key_value_heads is 0: it must be at least 1"),
     ],
 )
 def test_sizes_that_do_not_go_together_are_refused(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         layer_config(random_target(), 1, **sizes)
+
+
+def test_no_layers_and_unknown_sizes_are_refused() -> None:
+    with pytest.raises(UserError, match=r"drafter\.model\.num_layers is 0: it must be at least 1"):
+        layer_config(random_target(), 0)
+    with pytest.raises(TypeError, match="have no head_dims"):
+        layer_config(random_target(), 1, head_dims=8)

@@ -8,17 +8,24 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from data.loader import Batch, step_loader
+from engine.loop import generate
+from engine.settings import DecodeSettings
+from models.checkpoint import native
 from models.errors import UserError
 from models.target import Target
+from models.types import TargetFeatures
 from models.vocab import DraftVocab
 from tests.helpers.drafters import build_shaken, tiny_target
 from tests.helpers.memorising import Text, answered
+from tests.helpers.models import random_target
+from train.callbacks import BlockEfficiency
 from train.distillation import Distillation
 from train.law_matching import LawMatching
-from train.on_policy import continue_answers
+from train.on_policy import continue_answers, mixed
 
 LAWS: dict[str, Any] = {
     "max_steps": 100, "lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0, "warmup_fraction": 0.05,
@@ -28,7 +35,7 @@ LAWS: dict[str, Any] = {
 SETTINGS: dict[str, Any] = LAWS | {
     "w_layers": 0.0, "layer_map": None, "normalize_layers": False, "on_policy_ratio": 0.0,
     "on_policy_temperature": 1.0, "refresh_every": 3, "importance": "taylor", "choose_layers": "even",
-    "calibration_batches": 1, "measure_units": False,
+    "calibration_batches": 1, "measure_units": False, "w_attention": 0.0, "lora": None,
 }  # fmt: skip
 MODEL = {"_target_": "models.drafter.distilled_lm.DistilledLM"}
 EXACT = {"atol": 1e-11, "rtol": 1e-11}
@@ -120,6 +127,162 @@ def test_equal_layers_have_no_distance(target: Target, batch: Batch) -> None:
     assert found["divergence"].item() > 0  # cross_entropy of what the target need not have said
 
 
+# Attention.
+
+
+def maps_by_loop(model: Any, ids: Tensor) -> list[list[Tensor]]:
+    """Row by row, the attention (H, S) of every layer of a Llama: [layer][row · S + t], of queries and keys by hand."""
+    states = model(ids, output_hidden_states=True, use_cache=False).hidden_states
+    cos, sin = model.rotary_emb(states[0], torch.arange(ids.shape[1])[None])
+    found = []
+    for layer, hidden in zip(model.layers, states, strict=False):
+        attention, x = layer.self_attn, layer.input_layernorm(hidden)
+        split = (*x.shape[:2], -1, attention.head_dim)
+        query, key = (p(x).view(split).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))
+        query, key = apply_rotary_pos_emb(query, key, cos, sin)
+        shared = query.shape[1] // key.shape[1]
+        rows = []
+        for row in range(len(ids)):
+            for t in range(ids.shape[1]):
+                heads = []
+                for head in range(query.shape[1]):
+                    scores = key[row, head // shared, : t + 1] @ query[row, head, t] / attention.head_dim**0.5
+                    heads.append(nn.functional.pad(scores.softmax(-1), (0, ids.shape[1] - t - 1)))
+                rows.append(torch.stack(heads))
+        found.append(rows)
+    return found
+
+
+def attention_by_loop(module: Distillation, target: Target, batch: Batch, mapped: tuple[int, ...], groups: int) -> Any:
+    theirs = maps_by_loop(target.model.base_model, batch.token_ids)
+    ours = maps_by_loop(module.drafter.lm.model.base_model, batch.token_ids)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row in range(3):
+        for t in range(1, 11):
+            if not batch.loss_mask[row, t + 1]:
+                continue
+            count += 1
+            for j, layer in enumerate(mapped):
+                for group in range(groups):
+                    a, b = (maps[row * 12 + t] for maps in (theirs[layer - 1], ours[j]))
+                    p, q = (m.chunk(groups)[group].mean(0)[: t + 1] for m in (a, b))
+                    total = total + (p * (p / q).log()).sum() / groups
+    return total / count
+
+
+@pytest.mark.parametrize("own_texts", [False, True])
+@pytest.mark.parametrize(
+    ("model", "changes", "mapped", "groups"),
+    [
+        ({"num_layers": 2}, {"w_layers": 0.3}, (2, 3), 2),
+        ({"start": "first_layers", "num_layers": 2}, {"layer_map": [1, 2]}, (1, 2), 2),
+        ({"num_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}, {}, (3,), 1),
+    ],
+)
+def test_attention_losses_and_gradients_are_those_of_loops(
+    model: dict[str, Any],
+    changes: dict[str, Any],
+    mapped: tuple[int, ...],
+    groups: int,
+    own_texts: bool,
+    target: Target,
+    batch: Batch,
+) -> None:
+    drafter = build_shaken(MODEL | model, target, DraftVocab(20))
+    if own_texts:
+        changes = changes | {"on_policy_ratio": 1.0}
+    plain = Distillation(drafter, target, **SETTINGS | changes)
+    module = Distillation(drafter, target, **SETTINGS | changes | {"w_attention": 0.7})
+    expected, found = plain.training_losses(batch, 0), module.training_losses(batch, 0)
+    texts = batch
+    if own_texts:
+        own = continue_answers(drafter, batch, temperature=1.0, seed=0, stop_token_ids=frozenset())
+        texts = mixed(module.with_states(batch), module.with_states(own), torch.ones(3, dtype=torch.bool))
+        assert not torch.equal(texts.token_ids, batch.token_ids)
+    attention = attention_by_loop(module, target, texts, mapped, groups)
+    assert attention > 0.01
+    torch.testing.assert_close(found["attention"], attention.detach(), **CLOSE)  # probabilities are in float32
+    torch.testing.assert_close(found["loss"], expected["loss"] + 0.7 * attention, **CLOSE)
+    names, parameters = zip(*drafter.named_parameters(), strict=True)
+    of_maps, of_all, of_others = (
+        torch.autograd.grad(loss, parameters, materialize_grads=True)
+        for loss in (attention, found["loss"], expected["loss"])
+    )
+    for name, a, b, c in zip(names, of_maps, of_all, of_others, strict=True):
+        torch.testing.assert_close(b, c + 0.7 * a, atol=2e-6, rtol=1e-6, msg=name)
+    moved = {name for name, grad in zip(names, of_maps, strict=True) if grad.abs().max() > 1e-4}
+    assert {f"model.layers.{j}.self_attn.{p}_proj.weight" for j in range(len(mapped)) for p in "qk"} <= moved
+
+
+def test_equal_layers_attend_alike(target: Target, batch: Batch) -> None:
+    drafter = native.build(MODEL | {"start": "first_layers", "num_layers": 3}, target, DraftVocab(20))
+    found = Distillation(drafter, target, **SETTINGS | {"w_attention": 1.0}).training_losses(batch, 0)
+    assert found["attention"].item() == pytest.approx(0, abs=1e-7)
+
+
+# Adapters.
+
+LORA = {"rank": 2, "alpha": 6, "dropout": 0.3, "target_modules": ["q_proj", "down_proj"]}
+
+
+def test_only_adapters_and_maps_between_layers_are_trained(target: Target, batch: Batch) -> None:
+    model = MODEL | {"start": "first_layers", "num_layers": 2}
+    drafter = native.build(model, target, DraftVocab(20))
+    settings = SETTINGS | {"w_layers": 0.5, "w_attention": 0.5, "lora": LORA}
+    module = Distillation(drafter, target, **settings)
+    trained_names = {name for name, p in module.named_parameters() if p.requires_grad}
+    layers = [f"drafter.model.layers.{j}.{part}" for j in (0, 1) for part in ("self_attn.q_proj", "mlp.down_proj")]
+    assert trained_names == {f"{layer}.lora_{x}.default.weight" for layer in layers for x in "AB"}
+    loss = module.training_losses(batch, 0)["loss"]
+    loss.backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for n, p in module.named_parameters() if "lora_B" in n)
+
+
+def test_what_is_measured_and_kept_is_an_ordinary_draft_model(small: Target, text: Text, tmp_path: Path) -> None:
+    model = MODEL | {"start": "strided_layers", "num_layers": 1, "embeddings": "shared"}
+    drafter = native.build(model, small, DraftVocab(64))
+    ordinary = native.build(model, small, DraftVocab(64))
+    module = Distillation(drafter, small, **SETTINGS | {"lora": LORA | {"rank": 4}, "lr": 1e-2})
+    decode = DecodeSettings(8, 3, stop_token_ids=frozenset())
+    measured = BlockEfficiency(small, text.prompts, decode, 6, tmp_path / "best.safetensors")
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_steps=6, max_epochs=-1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        default_root_dir=tmp_path, callbacks=[measured],
+    )  # fmt: skip
+    trainer.fit(module, step_loader(text.batches, 0, 6))
+    kept, before = native.read_tensors(measured.best), ordinary.state_dict()
+    assert kept.keys() == before.keys()
+    changed = {name for name in kept if not torch.equal(kept[name], before[name])}
+    assert changed == {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"}
+    features = TargetFeatures(*(torch.arange(1, 11)[None] + i for i in (0, 1)), None, torch.tensor([10]))
+    adapted = next(drafter.eval().unroll(features, 1))
+    module.load_kept_state(kept)
+    assert drafter.state_dict().keys() == kept.keys()
+    ordinary.load_state_dict(kept)
+    ours, theirs = (next(d.eval().unroll(features, 1)) for d in (drafter, ordinary))
+    assert torch.equal(ours, theirs)
+    torch.testing.assert_close(ours, adapted, atol=1e-5, rtol=1e-5)
+    assert measured.last_score == generate(small, text.prompts, decode, ordinary).stats.block_efficiency
+
+
+@pytest.mark.parametrize("low_rank", [None, {"rank": 48, "share": "layers", "train_shared": True}])
+def test_a_pruned_start_is_cut_before_it_is_adapted(low_rank: Any, small: Target, text: Text) -> None:
+    model = MODEL | {"start": "pruned", "keep": {"layers": 0.5, "channels": 0.25}, "low_rank": low_rank}
+    drafter, plain = (native.build(model, small, DraftVocab(64)) for _ in range(2))
+    settings = SETTINGS | {"importance": "gradient_ratio"}
+    lora = {"rank": 2}
+    module = Distillation(drafter, small, **settings | {"lora": lora})
+    module.start(text.batches)
+    Distillation(plain, small, **settings).start(text.batches)
+    kept = module.kept_state()
+    assert kept.keys() == plain.state_dict().keys()
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(kept[name], tensor, msg=name)
+    assert all("lora_" in name for name, p in drafter.named_parameters() if p.requires_grad)
+    assert any("lora_" in name for name, _ in drafter.named_parameters())
+
+
 # On policy.
 
 
@@ -171,12 +334,14 @@ def text(small: Target) -> Text:
     return answered(small)
 
 
-def trained(small: Target, text: Text, steps: list[int], folder: Path) -> dict[str, Tensor]:
+def trained(
+    small: Target, text: Text, steps: list[int], folder: Path, model: dict[str, Any], changes: dict[str, Any]
+) -> dict[str, Tensor]:
     """Weights after the last of `steps`; at each of the others the run is broken off, and goes on from a checkpoint."""
     resume = None
     for until in steps:
-        drafter = build_shaken(MODEL | {"num_layers": 1, "hidden_size": 32}, small, DraftVocab(64), seed=0)
-        settings = SETTINGS | {"w_layers": 0.5, "on_policy_ratio": 0.5, "refresh_every": 4, "max_steps": steps[-1]}
+        drafter = build_shaken(MODEL | model, small, DraftVocab(64), seed=0)
+        settings = SETTINGS | changes | {"on_policy_ratio": 0.5, "refresh_every": 4, "max_steps": steps[-1]}
         torch.manual_seed(0)
         module = Distillation(drafter, small, **settings)
         trainer = lightning.Trainer(
@@ -191,11 +356,18 @@ def trained(small: Target, text: Text, steps: list[int], folder: Path) -> dict[s
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ({"num_layers": 1, "hidden_size": 32}, {"w_layers": 0.5}),
+        ({"start": "first_layers", "num_layers": 1}, {"lora": LORA, "w_attention": 0.1}),
+    ],
+)
 def test_a_run_that_goes_on_between_two_times_ends_with_the_same_weights(
-    small: Target, text: Text, tmp_path: Path
+    model: dict[str, Any], changes: dict[str, Any], small: Target, text: Text, tmp_path: Path
 ) -> None:
-    undisturbed = trained(small, text, [11], tmp_path / "a")
-    broken_off = trained(small, text, [6, 11], tmp_path / "b")  # texts are of step 4, the next of step 8
+    undisturbed = trained(small, text, [11], tmp_path / "a", model, changes)
+    broken_off = trained(small, text, [6, 11], tmp_path / "b", model, changes)  # texts are of step 4, the next of 8
     assert undisturbed.keys() == broken_off.keys()
     assert all(torch.equal(undisturbed[name], broken_off[name]) for name in undisturbed)
 
@@ -237,6 +409,8 @@ def test_other_starts_are_left_alone(small: Target, text: Text) -> None:
         ({"refresh_every": 0}, "refresh_every is 0"),
         ({"w_layers": 1.0, "layer_map": [1]}, r"layer_map is \[1\]: give a layer from 1 to 3 of the target for each"),
         ({"w_layers": 1.0, "layer_map": [1, 4]}, r"layer_map is \[1, 4\]"),
+        ({"w_attention": 1.0, "layer_map": [1]}, r"layer_map is \[1\]"),
+        ({"lora": {"rank": 2}}, "lora adapts a language model that has weights already"),
     ],
 )
 def test_senseless_settings_are_refused(changes: dict[str, Any], sentence: str, target: Target) -> None:
@@ -250,3 +424,14 @@ def test_drafters_that_read_states_have_neither_layers_nor_texts_of_their_own(ta
         Distillation(drafter, target, **SETTINGS | {"on_policy_ratio": 0.5})
     with pytest.raises(UserError, match="EagleDrafter has no layers to compare"):
         Distillation(drafter, target, **SETTINGS | {"w_layers": 0.5})
+    with pytest.raises(UserError, match="w_attention is for language models: EagleDrafter"):
+        Distillation(drafter, target, **SETTINGS | {"w_attention": 0.5})
+    with pytest.raises(UserError, match="lora adapts a language model"):
+        Distillation(drafter, target, **SETTINGS | {"lora": {"rank": 2}})
+
+
+def test_a_target_that_does_not_tell_its_attention_is_refused() -> None:
+    with_sinks = random_target("gpt_oss")
+    drafter = native.build(MODEL | {"num_layers": 1}, with_sinks, DraftVocab(61))
+    with pytest.raises(UserError, match=r"w_attention: 'gpt_oss' \(gpt_oss\) does not tell .* do not sum to 1"):
+        Distillation(drafter, with_sinks, **SETTINGS | {"w_attention": 0.5})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -37,6 +38,10 @@ def build(target: Target, vocab: DraftVocab | None = None, **arguments: Any) -> 
     torch.manual_seed(0)
     drafter: DistilledLM = native.build(MODEL | arguments, target, vocab or DraftVocab(target.vocab_size))
     return drafter.eval()
+
+
+def low_rank(rank: int, share: str = "layers", train_shared: bool = True) -> dict[str, Any]:
+    return {"rank": rank, "share": share, "train_shared": train_shared}
 
 
 def logits_of(drafter: DistilledLM) -> Tensor:
@@ -147,6 +152,7 @@ def test_the_maps_begin_with_the_best_approximation_of_their_rank(target: Target
     [
         ({"embeddings": "shared"}, set()),
         ({"embeddings": "shared", "hidden_size": 16}, {"widen.weight"}),
+        ({"low_rank": low_rank(4)}, {"lm_head.weight"}),
         ({"start": "pruned"}, {"lm_head.weight"}),
     ],
 )
@@ -160,6 +166,74 @@ def test_gradients_reach_all_that_is_trained(arguments: dict[str, Any], of_the_h
         assert grad.abs().max() > 1e-4, name
     heads = set(map(id, drafter.logit_parameters()))
     assert {name for name, p in zip(names, parameters, strict=True) if id(p) in heads} == of_the_head
+
+
+# Low rank.
+
+
+@pytest.mark.parametrize("share", ["layers", "target"])
+@pytest.mark.parametrize("architecture", ["llama", "llama_biased", "qwen3"])
+def test_of_full_rank_it_is_the_dense_one(architecture: str, share: str) -> None:
+    target = random_target(architecture)
+    for start in ({"start": "first_layers", "num_layers": 2}, {"start": "pruned", "keep": {"layers": 0.67}}):
+        dense, factored = build(target, **start), build(target, **start, low_rank=low_rank(48, share))
+        torch.testing.assert_close(logits_of(factored), logits_of(dense), **EXACT)
+    single = random_target(architecture, dtype=torch.float32)
+    pair = (build(single, num_layers=2, start="first_layers", low_rank=r) for r in (None, low_rank(48, share)))
+    torch.testing.assert_close(*map(logits_of, pair), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("share", ["layers", "target"])
+def test_its_matrices_are_the_best_of_their_rank(share: str, target: Target) -> None:
+    drafter = build(target, start="strided_layers", num_layers=2, low_rank=low_rank(5, share))
+    theirs = [dict(layer.named_modules()) for layer in target.layers]
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+        source = theirs if share == "target" else [theirs[0], theirs[2]]
+        side_by_side = np.concatenate([parts[name].weight.numpy() for parts in source], axis=1)
+        kept = np.linalg.svd(side_by_side)[0][:, :5]
+        for place, layer in enumerate((0, 2)):
+            found = dict(drafter.lm.layers[place].named_modules())[name].weight.detach()
+            wanted = kept @ kept.T @ theirs[layer][name].weight.numpy()
+            torch.testing.assert_close(found, torch.from_numpy(wanted), **EXACT)
+
+
+@pytest.mark.parametrize(("share", "train_shared"), [("layers", True), ("target", True), ("target", False)])
+@pytest.mark.parametrize("embeddings", ["own", "shared"])
+def test_its_export_holds_factors_once_and_can_be_multiplied_out(
+    embeddings: str, share: str, train_shared: bool, target: Target, tmp_path: Path
+) -> None:
+    arguments = {"num_layers": 2, "embeddings": embeddings}
+    model = MODEL | arguments | {"low_rank": low_rank(4, share, train_shared)}
+    drafter = build_shaken(model, target, DraftVocab(61))
+    frozen = {name for name, p in drafter.named_parameters() if not p.requires_grad}
+    assert frozen == (set() if train_shared else {n for n in drafter.state_dict() if n.startswith("factors.")})
+    described = native.Export("some", model, {"name": "t", "fingerprint": target.fingerprint, "load": {}}, 4, {})
+    native.save(drafter, described, drafter.vocab, tmp_path / "e", "card")
+    saved = load_file(tmp_path / "e" / "model.safetensors")
+    assert sum("factors." in name for name in saved) == 7 and sum(".own." in name for name in saved) == 14
+    assert sum(saved[f"factors.mlp_{n}_proj.weight"].numel() for n in ("gate", "up", "down")) == 4 * (48 + 48 + 32)
+    loaded = native.load(tmp_path / "e", target)
+    assert torch.equal(logits_of(loaded), logits_of(drafter))
+    dense = build(target, **arguments)
+    dense.load_state_dict(loaded.dense_tensors())
+    torch.testing.assert_close(logits_of(dense), logits_of(drafter), **EXACT)
+    start, settings = prompts([5, 11], 61), DecodeSettings(12, 4, stop_token_ids=frozenset())
+    assert generate(target, start, settings, loaded).token_ids == generate(target, start, settings).token_ids
+
+
+def test_it_is_cut_before_it_is_factored(target: Target) -> None:
+    arguments = {"start": "pruned", "keep": {"layers": 0.67, "channels": 0.25}}
+    drafter = build(target, **arguments, low_rank=low_rank(48))
+    dense = build(target, **arguments)
+    smallest = best_units({k: -v for k, v in squared_norms(target).items()}, {"groups": 2, "channels": 12}, (0, 1))
+    before = logits_of(drafter)
+    for current in (drafter, dense):
+        current.cut(smallest)
+    torch.testing.assert_close(logits_of(drafter), logits_of(dense), **EXACT)
+    assert (logits_of(drafter) - before).abs().max() > 0.1
+    assert {n for n in drafter.state_dict() if "layers.0.mlp" in n} == {
+        f"model.layers.0.mlp.{n}_proj.own.weight" for n in ("gate", "up", "down")
+    }
 
 
 def test_an_export_of_a_cut_target_says_its_sizes(target: Target, tmp_path: Path) -> None:
@@ -188,6 +262,11 @@ def test_an_export_of_a_cut_target_says_its_sizes(target: Target, tmp_path: Path
         ({"start": "pruned", "keep": {"heads": 0.5}}, "keep has 'heads': choose from layers, groups, channels"),
         ({"start": "pruned", "keep": {"layers": 0}}, r"keep\.layers is 0: it must be above 0"),
         ({"start": "pruned", "name_or_path": "a"}, "name_or_path is given beside start=pruned"),
+        ({"low_rank": {"rank": 4}}, "low_rank has rank: give rank, share and train_shared"),
+        ({"low_rank": low_rank(0)}, "low_rank.rank is 0: it must be a whole number of at least 1"),
+        ({"low_rank": low_rank(4, "all")}, "low_rank.share is 'all': choose layers or target"),
+        ({"low_rank": low_rank(4) | {"train_shared": "yes"}}, "train_shared is 'yes': it must be true or false"),
+        ({"low_rank": low_rank(4, "target"), "hidden_size": 16}, "o_proj has 16 rows .* and 32 in the target"),
         ({"embeddings": "tied"}, "embeddings is 'tied': choose own, copied, shared"),
         ({"embeddings": "shared", "name_or_path": "a"}, "name_or_path has an embedding of its own"),
         ({"embeddings": "copied", "hidden_size": 16}, "the target's are 61 × 32, and those .* 61 × 16"),

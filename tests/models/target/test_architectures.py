@@ -104,7 +104,7 @@ def test_captured_states_are_hugging_faces_hidden_states(architecture: str) -> N
 def test_the_last_state_has_gone_through_the_final_norm_once(architecture: str) -> None:
     target, ids = target_of(architecture), random_ids(2, 12)
     outputs: list[Any] = []
-    hook = target._layers[-1].register_forward_hook(lambda module, args, output: outputs.append(output))
+    hook = target.layers[-1].register_forward_hook(lambda module, args, output: outputs.append(output))
     last = target(ids).last
     hook.remove()
     before = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]

@@ -162,7 +162,7 @@ def test_a_failed_forward_pass_leaves_no_hooks_behind() -> None:
     target = random_target()
     with pytest.raises(IndexError):
         target(torch.tensor([[10**6]]), capture_layers=(0, 1))
-    assert not any(layer._forward_pre_hooks for layer in target._layers)
+    assert not any(layer._forward_pre_hooks for layer in target.layers)
 
 
 def test_nothing_is_captured_unless_asked_for() -> None:
