@@ -61,6 +61,7 @@ class StepBatches(Dataset[Batch]):
                 "The loss mask is 1 everywhere: the prompts themselves would be learnt. Check the template."
             )
         self.batch_size, self.seed, self.cache = batch_size, seed, cache
+        self.cached_steps = len(self)  # later ones go without the cache
 
     def __len__(self) -> int:
         return 2**62  # steps: as many as are asked for
@@ -76,7 +77,7 @@ class StepBatches(Dataset[Batch]):
             length = int(lengths[index])
             token_ids[index, :length] = torch.tensor(self.token_ids[row])
             loss_mask[index, :length] = torch.tensor(self.loss_mask[row], dtype=torch.bool)
-            if self.cache is not None:
+            if self.cache is not None and step < self.cached_steps:
                 states = self.cache[row][:length]
                 hidden = states.new_zeros(*shape, states.shape[-1]) if hidden is None else hidden
                 hidden[index, :length] = states

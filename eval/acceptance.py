@@ -8,6 +8,7 @@ Prints a table, and writes acceptance.json (with provenance) and acceptance.png.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from models.errors import UserError
 
 if TYPE_CHECKING:
     from eval.measure import Measurement
+    from models.checkpoint.native import Export
 
 
 def job(config: DictConfig) -> None:
@@ -35,6 +37,7 @@ def measure_exports(options: dict[str, Any]) -> list[tuple[str, Measurement]]:
     exports = [native.read(folder) for folder in folders]
     from engine.loop import check_settings
     from engine.options import decode_settings
+    from eval.adapted import report
     from eval.measure import measure
     from eval.prompt_sets import prompt_set, without_fitted
     from eval.table import draw, print_tables, unique_names
@@ -66,14 +69,21 @@ def measure_exports(options: dict[str, Any]) -> list[tuple[str, Measurement]]:
             runs.append((name, drafter, settings))
     measured = [(n, measure(target, d, prompts, s, repeats=options["repeats"])) for n, d, s in runs]
     print_tables(measured)
+    for name, export in zip(names, exports, strict=True):
+        if (adapted := report(export.target)) is not None:
+            print(f"{name}: {adapted}")
     draw(measured, output / "acceptance.png")
-    write_report(options, measured, output)
+    write_report(options, measured, output, exports)
     print(f"wrote {output / 'acceptance.json'} and {output / 'acceptance.png'}")
     return measured
 
 
-def write_report(options: dict[str, Any], measured: list[tuple[str, Measurement]], folder: Path) -> None:
-    """Write acceptance.json: the options, every rate with its counts, and provenance; whole or not at all."""
+def write_report(
+    options: dict[str, Any], measured: list[tuple[str, Measurement]], folder: Path, exports: Sequence[Export] = ()
+) -> None:
+    """Write acceptance.json: the options, every rate with its counts, the exports' targets where those were trained
+    with the drafter, and provenance; whole or not at all.
+    """
     from eval.provenance import provenance
     from models.files import write_json
 
@@ -81,6 +91,8 @@ def write_report(options: dict[str, Any], measured: list[tuple[str, Measurement]
         {"drafter": name, **m.summary(), "by_category": m.by_category(), "counts": m.counts()} for name, m in measured
     ]
     report = {"config": options, "results": results, "provenance": provenance()}
+    if adapted := [{"drafter": e.name, **e.target["adapted"]} for e in exports if "adapted" in e.target]:
+        report["adapted_targets"] = adapted
     write_json(folder / "acceptance.json", report)
 
 

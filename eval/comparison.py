@@ -14,6 +14,7 @@ from data.answers import context_ids
 from data.prompts import Prompt
 from engine.loop import generate
 from engine.settings import DecodeSettings
+from eval.adapted import report
 from eval.provenance import provenance
 from eval.readiness import readiness
 from models.files import replacing, write_json, write_text
@@ -115,6 +116,12 @@ def readiness_rows(compared: list[Compared]) -> list[Row]:
     return rows
 
 
+def notes(compared: list[Compared]) -> list[str]:
+    """What must be said of drafters whose target is not the others', since it was trained together with them."""
+    found = [(c.name, report({"adapted": c.about["adapted"]})) for c in compared if c.about.get("adapted")]
+    return [f"{name}: {said}" for name, said in found]
+
+
 def write(compared: list[Compared], target: Target, folder: Path, options: dict[str, Any]) -> None:
     """Print both tables, and write them as compare.md, the numbers as compare.json and the picture as compare.png."""
     console = Console(width=200 if not Console().is_terminal else None)
@@ -130,6 +137,9 @@ def write(compared: list[Compared], target: Target, folder: Path, options: dict[
             table.add_row(*row.values())
         console.print(table)
     text = "\n".join(f"## {title}\n\n{markdown(rows)}" for title, rows in tables.items())
+    for line in notes(compared):
+        console.print(line)
+        text += f"\n{line}\n"
     write_text(folder / "compare.md", text)
     numbers = [asdict(c) for c in compared]
     write_json(folder / "compare.json", {"drafters": numbers, "config": options, "provenance": provenance()})

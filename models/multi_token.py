@@ -1,7 +1,7 @@
 """What drafters share that tell several tokens ahead from one state of the target (multi-token prediction).
 
 They read the target's state at x_t and the token x_{t+1}, and tell the laws of x_{t+2}, x_{t+3}, .. by the target's own
-frozen head. A subclass says what follows the confirmed rows node by node (`expander`); chains and trees are then
+head. A subclass says what follows the confirmed rows node by node (`expander`); chains and trees are then
 drafted as any drafter's are.
 
 B batch, S rows, R committed rows, N drafted tokens, L captured layers, K blocks or heads, D hidden size, V target and
@@ -162,8 +162,8 @@ class MultiTokenDrafter(DraftsTrees, nn.Module):
         return self.head(hidden.to(self.head.weight.dtype))
 
     def logit_parameters(self, step: int = 0) -> list[nn.Parameter]:
-        """None: the head is the target's, and frozen."""
-        return []
+        """Those of the target's head, which is trained with a target that is trained whole."""
+        return list(self.head.linear.parameters())
 
     def start_state(self, num_layers: int, num_blocks: int, batch_size: int, max_len: int) -> MultiTokenState:
         """An empty memory of `num_layers` layers in `num_blocks` blocks."""

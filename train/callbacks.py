@@ -27,7 +27,7 @@ class BlockEfficiency(lightning.Callback):
     """Answers the validation prompts in the engine every `every` steps and after the last, and keeps the best drafter.
 
     Logs `val/block_efficiency` (τ, greedy) and `val/acceptance_rate`. The weights with the largest τ so far are in
-    the file `best`, written whole or not at all.
+    the file `best`, written whole or not at all. `target` is the one that the drafter is trained for.
     """
 
     def __init__(

@@ -122,6 +122,7 @@ def _measured(options: dict[str, Any], target: Target, run: Path) -> tuple[list[
     source = instantiate(options["data"]["source"], _convert_="all")
     prompts = split_prompts(source.prompts(target, sizes.total, options["seed"]), sizes)["test"]
     prompts = prompts[: options["measure"]["num_prompts"]]
+    target = native.target_of(run / "export", target, options["target"]["trust_remote_code"])
     drafter = native.load(run / "export", target)
     about = describe_drafter(target, drafter, prompts, measured_settings(options, 0.0))
     accelerate_drafter(drafter)
@@ -132,6 +133,7 @@ def _measured(options: dict[str, Any], target: Target, run: Path) -> tuple[list[
             found = measure(target, drafter, prompts, measured_settings(options, temperature))
             trees.append({"drafter": run.name, **found.summary(), "counts": found.counts()})
     training = run / "training.json"
+    about["adapted"] = native.read(run / "export").target.get("adapted")
     about["training"] = json.loads(training.read_text()) if training.exists() else None
     write_json(path, {"question": question, "trees": trees, "drafter": about})
     kept = json.loads(path.read_text())

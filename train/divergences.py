@@ -40,6 +40,11 @@ class Divergence:
             raise UserError(f"drafter.training.temperature is {temperature}: it must be above 0.")
         self._temperature, self._lk_eta = temperature, lk_eta
 
+    @property
+    def reads_target(self) -> bool:
+        """Whether the target's law is looked at, beside what it said."""
+        return self._weights.keys() != {"cross_entropy"}
+
     def __call__(self, draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
         """(M, Vd), (M, Vd) and the draft ids (M,) of what the target said, −1 where it has none → (M,).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from eval.adapted import report
 from eval.measure import Measurement
 from models.checkpoint.native import Export
 
@@ -28,7 +29,7 @@ target alone would have said.
 
 - Target: `{export.target["name"]}` (fingerprint `{export.target["fingerprint"]}`; loading against another one refuses).
   The target's licence governs what may be done with both together.
-- Trained on: {_learnt_from(p["data"])}.{_tree(export)}
+{_adapted(export)}- Trained on: {_learnt_from(p["data"])}.{_tree(export)}
 {weights}- Made by: `{p["command"]}`, revision {p["git_revision"]}, {versions}. The whole configuration is in
   `config.json`.
 
@@ -53,6 +54,15 @@ ids = target.encode("def main(")
 print(target.decode(generate(target, [ids], DecodeSettings(), drafter).token_ids[0]))
 ```
 """
+
+
+def _adapted(export: Export) -> str:
+    found, place = report(export.target), "`target/`, as a Hugging Face folder"
+    if found is None:
+        return ""
+    if export.target["adapted"]["export"] == "separate":
+        place = "`adapter/`, as a peft adapter that loading merges into the original"
+    return f"- {found}\n  The adapted target is in {place}.\n"
 
 
 def _tree(export: Export) -> str:

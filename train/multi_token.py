@@ -32,6 +32,8 @@ class MultiToken(LawMatching):
     taken one after the other. A drafter with a `trunk`, whose heads read that alone, gets each head's gradients before
     the next head is run, and the sum of what they say to the trunk passes through that once (2404.19737, §2): neither
     logits nor states of two heads are alive at a time.
+
+    Where the target is trained too, its own loss is one more task, and its parameters are among those that are shared.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class MultiToken(LawMatching):
         self.weights = make_weights(num_steps, **weights)
         self.curriculum = make_curriculum(num_steps, max_steps, **curriculum)
         self.projection, self.from_least_squares = projection, check_start(start)
-        self._batches_per_step, self._batches_per_epoch = 1, float("inf")
+        self._batches_per_epoch = float("inf")
 
     def start(self, batches: StepBatches) -> None:
         """Before the first step: set the drafter to the best linear map of what it reads onto the next state.
@@ -72,8 +74,7 @@ class MultiToken(LawMatching):
         return read, states[:, 1:-1][supervised].to(read.dtype)
 
     def on_train_start(self) -> None:
-        """Learn what the numbers of batches mean; a resumed run comes here too."""
-        self._batches_per_step = self.trainer.accumulate_grad_batches
+        super().on_train_start()
         batches = getattr(self.trainer.train_dataloader, "dataset", None)
         if isinstance(batches, StepBatches):
             self._batches_per_epoch = len(batches.token_ids) / batches.batch_size
@@ -83,11 +84,7 @@ class MultiToken(LawMatching):
 
     def training_losses(self, batch: Batch, step: int) -> dict[str, Tensor]:
         """The loss, `num_steps` trained now, `conflict_rate` with projection, and what is told of every token ahead."""
-        features, states = self.features(batch)
-        assert states is not None
-        batch = batch._replace(loss_mask=self._proposable(states, batch.loss_mask))
-        count = self.curriculum.num_steps(step // self._batches_per_step, int(step / self._batches_per_epoch))
-        tasks = _Tasks(self, batch, features, states, count)
+        tasks = self._tasks(batch, step)
         told: dict[str, Tensor] = {}
         if self.projection or self.weights.needs_gradients:
             loss, told = self._from_gradients(tasks, step)
@@ -95,23 +92,42 @@ class MultiToken(LawMatching):
             loss = tasks.head_by_head(self._trained)
         else:
             loss = torch.stack(list(tasks)).sum()
-        told["num_steps"] = torch.tensor(float(count))
         return {"loss": loss, **told, **tasks.parts}
+
+    def joined(self, batch: Batch, step: int, base: Tensor, weight: float) -> dict[str, Tensor]:
+        """With projection, the target's own loss is a task among those of the tokens ahead."""
+        if not self.projection:
+            return super().joined(batch, step, base, weight)
+        tasks = self._tasks(batch, step)
+        loss, told = self._from_gradients(tasks, step, base, weight)
+        return {"loss": loss, **told, **tasks.parts, "drafter_loss": (loss - base.detach()) / weight}
+
+    def _tasks(self, batch: Batch, step: int) -> _Tasks:
+        """Those of as many tokens ahead as are trained now."""
+        features, states = self.features(batch)
+        assert states is not None
+        batch = batch._replace(loss_mask=self._proposable(states, batch.loss_mask))
+        count = self.curriculum.num_steps(step // self._batches_per_step, int(step / self._batches_per_epoch))
+        return _Tasks(self, batch, features, states, count)
 
     @property
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]
 
-    def _from_gradients(self, tasks: _Tasks, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss, whose gradient is made of the tasks' own, one by one."""
-        found: list[Gradients] = []
+    def _from_gradients(
+        self, tasks: _Tasks, step: int, base: Tensor | None = None, weight: float = 1.0
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`base`, if given, and `weight` times the other losses, whose gradient is made of the tasks' own, one by one."""
+        own: list[Gradients] = []
         value = torch.zeros((), device=self.device)
         for loss in tasks:
-            found.append(_gradients(loss, self._trained, retain_graph=True))
-            value = value + loss.detach()
-        told = {}
+            own.append(_gradients(weight * loss, self._trained, retain_graph=True))
+            value = value + weight * loss.detach()
         if self.weights.needs_gradients:
-            self.weights.update(torch.stack(tasks.losses), norms(found))
+            self.weights.update(torch.stack(tasks.losses), norms(own) / weight)
+        found, told = own, {}
+        if base is not None:
+            found, value = [_gradients(base, self._trained, retain_graph=True), *own], value + base.detach()
         orders = random_orders(len(found), self.seed, step) if self.projection else [[] for _ in found]
         gradients, conflict_rate = projected(found, orders)
         if self.projection:
@@ -125,7 +141,7 @@ class _Tasks:
     def __init__(self, regime: MultiToken, batch: Batch, features: TargetFeatures, states: Tensor, count: int) -> None:
         self._regime, self._batch, self._features, self._states, self._count = regime, batch, features, states, count
         self.losses: list[Tensor] = []  # without their weights
-        self.parts: dict[str, Tensor] = {}
+        self.parts: dict[str, Tensor] = {"num_steps": torch.tensor(float(count))}
 
     def __iter__(self) -> Iterator[Tensor]:
         for ahead, hidden in enumerate(self._regime.drafter.unroll(self._features, self._count)):
@@ -153,7 +169,8 @@ class _Tasks:
             del loss
         upstream, own = total[0], total[1:]
         assert upstream is not None
-        _add(own, _gradients(trunk, parameters, upstream))
+        hidden = self._features.hidden  # behind it, a target that is trained has a loss of its own
+        _add(own, _gradients(trunk, parameters, upstream, retain_graph=hidden is not None and hidden.requires_grad))
         return with_gradients(value, parameters, own)
 
 

@@ -17,23 +17,19 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LearningRateMonitor
 
 from data.answers import build_answers, context_ids, describe, open_answers
-from data.features import FeatureCache
 from data.loader import StepBatches, step_loader
 from data.prompts import Prompt, PromptSource, SplitSizes, split_prompts
-from engine.loop import check_prompts, check_settings, generate
-from engine.settings import DecodeSettings
+from engine.loop import check_prompts, check_settings
 from eval.acceptance import write_report
-from eval.measure import Measurement, measure
-from eval.provenance import provenance
+from eval.adapted import report
 from eval.table import draw, print_tables
-from eval.tree import measure_ranks, print_tree, record_of
 from models.checkpoint import native
 from models.drafter import accelerate_drafter
 from models.errors import UserError
 from models.files import write_text
 from models.target import Target
-from models.tree import StaticTree
 from models.vocab import DraftVocab
+from train.backbone import backbone_of
 from train.callbacks import (
     AtomicCheckpoints,
     BlockEfficiency,
@@ -42,6 +38,7 @@ from train.callbacks import (
     TrainingRecord,
     quiet_lightning,
 )
+from train.export import check_parity, export, measure_export
 from train.model_card import model_card
 from train.settings import (
     Options,
@@ -77,6 +74,11 @@ def open_target(options: Options) -> Target:
     target: Target = instantiate(arguments)
     target.accelerate()
     return target
+
+
+def adapt(options: Options, target: Target) -> Target:
+    """The target that is trained with the drafter, where drafter.training.backbone asks for it; else `target`."""
+    return backbone_of(options["drafter"]["training"]).adapt(target, options["seed"])
 
 
 def rehearse(options: Options, target: Target, run: Path) -> None:
@@ -145,12 +147,12 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
     """Train, measuring val/block_efficiency in the engine, and leave the weights that were best at that."""
     assert data.batches is not None
     settings, module = options["fit"], _training_module(options, target, drafter)
+    per_step = options["trainer"]["accumulate_grad_batches"]
     if hasattr(module, "learn"):
         module.learn(data.batches)
         return
-    if settings["hidden_states"] == "cached" and module.capture_layers:
-        root = Path(options["data"]["folder"])
-        data.batches.cache = FeatureCache.build(target, data.batches.token_ids, module.capture_layers, root)
+    if settings["hidden_states"] == "cached":
+        module.cache_states(data.batches, Path(options["data"]["folder"]), per_step)
     checkpoints = run / "checkpoints"
     prompts = [context_ids(target, p) for p in data.validation[: settings["validation_prompts"]]]
     measured = BlockEfficiency(
@@ -164,7 +166,6 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
     if not resume.exists():
         for name, text in (module.start(data.batches) or {}).items():
             write_text(run / name, text)
-    per_step = options["trainer"]["accumulate_grad_batches"]
     loader = step_loader(data.batches, per_step * _steps_done(resume), per_step * settings["max_steps"])
     try:
         trainer.fit(module, loader, ckpt_path=str(resume) if resume.exists() else None)
@@ -173,7 +174,6 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
             raise KeyboardInterrupt from None
         raise
     module.load_kept_state(native.read_tensors(measured.best))
-    drafter.to(target.device).eval()  # Lightning left it on the CPU
 
 
 def _training_module(options: Options, target: Target, drafter: Any) -> Any:
@@ -212,62 +212,6 @@ def _steps_done(checkpoint: Path) -> int:
     return int(AtomicCheckpoints().load_checkpoint(checkpoint)["global_step"]) if checkpoint.exists() else 0
 
 
-def calibrate(options: Options, target: Target, drafter: Any, data: Prepared) -> Options | None:
-    """The best draft tree of `drafter.tree`'s sizes for what is accepted of validation prompts at temperature 0."""
-    if (planned := planned_tree(options)) is None:
-        return None
-    sizes, prompts = options["drafter"]["tree"], data.validation[: options["fit"]["validation_prompts"]]
-    settings = replace(measured_settings(options, 0.0), verification="token")
-    contexts = [context_ids(target, prompt) for prompt in prompts]
-    acceptance = measure_ranks(target, drafter, contexts, settings, planned.depth, sizes["ranks"])
-    tree = StaticTree.best_first(acceptance, sizes["num_nodes"])
-    print_tree(tree, acceptance)
-    return record_of(tree, acceptance, prompts)
-
-
-def export(options: Options, target: Target, drafter: Any, data: Prepared, folder: Path) -> native.Export:
-    """Write the drafter to `folder`; the card gets its figures once they are measured."""
-    place = {k: options["target"][k] for k in ("source", "name_or_path", "dtype", "attn_implementation", "revision")}
-    described = native.Export(
-        name=options["drafter"]["name"],
-        model=options["drafter"]["model"],
-        target={"name": target.name, "fingerprint": target.fingerprint, "load": place},
-        num_speculative_tokens=measured_settings(options, 0.0).num_speculative_tokens,
-        provenance={"config": options, "data": data.manifest, **provenance()},
-        tree=calibrate(options, target, drafter, data),
-    )
-    native.save(drafter, described, drafter.vocab, folder, model_card(described, []))
-    return described
-
-
-def check_parity(target: Target, trained: Any, loaded: Any, prompts: list[Prompt], settings: DecodeSettings) -> None:
-    """Answer a few prompts with the drafter in memory and with the reloaded one: every count must agree.
-
-    Raises UserError otherwise: the export would not be what was trained.
-    """
-    ids = [context_ids(target, p) for p in prompts[:4]]
-    ours, theirs = (generate(target, ids, settings, d).stats for d in (trained, loaded))
-    if not (ours.accepted == theirs.accepted).all() or not (ours.rounds == theirs.rounds).all():
-        raise UserError(
-            f"The reloaded export accepts {theirs.accepted.sum():g} tokens where the trained drafter accepts "
-            f"{ours.accepted.sum():g}: the export is broken."
-        )
-    accepted, drafted = ours.accepted.sum(), ours.drafted.sum()
-    print(f"export reloaded: {accepted:g} of {drafted:g} drafted tokens accepted, as before the export")
-
-
-def measure_export(
-    options: Options, target: Target, drafter: Any, prompts: list[Prompt], tree: Options | None
-) -> list[tuple[str, Measurement]]:
-    """The acceptance table of the run, on test prompts."""
-    chosen = prompts[: options["measure"]["num_prompts"]]
-    name = options["drafter"]["name"]
-    return [
-        (name, measure(target, drafter, chosen, measured_settings(options, temperature, tree)))
-        for temperature in temperatures(options)
-    ]
-
-
 def run_job(options: Options, run: Path) -> None:
     """Everything from prompts to the acceptance table, in the folder `run`."""
     check(options)
@@ -278,23 +222,27 @@ def run_job(options: Options, run: Path) -> None:
         figures = (folder / "README.md").read_text().partition("## Measured\n")[2].partition("\n## ")[0]
         print(f"this run is finished; to train again choose another run_name, or delete {run}\n{figures}")
         return
-    target = open_target(options)
-    print(f"target {target.name!r}, run folder {run}")
+    original = open_target(options)
+    print(f"target {original.name!r}, run folder {run}")
+    target = adapt(options, original)
     rehearse(options, target, run)
-    data = prepare_data(options, target)
+    data = prepare_data(options, original)
     if data.manifest is not None:
         record_data(data.manifest, run)
     drafter = build_drafter(options, target, data.batches)
     if data.batches is not None:
         fit(options, target, drafter, data, run)
     drafter.eval()
-    described = export(options, target, drafter, data, folder)
+    described = export(options, target, drafter, data.validation, data.manifest, folder)
+    target = native.target_of(folder, original, options["target"]["trust_remote_code"])
     loaded = native.load(folder, target)
     check_parity(target, drafter, loaded, data.test, measured_settings(options, 0.0, described.tree))
     accelerate_drafter(loaded)  # not before: it is not trained any more
     measured = measure_export(options, target, loaded, data.test, described.tree)
     print_tables(measured)
+    if (adapted := report(described.target)) is not None:
+        print(adapted)
     write_text(folder / "README.md", model_card(described, measured))
     draw(measured, run / "acceptance.png")
-    write_report(options, measured, run)
+    write_report(options, measured, run, [described])
     print(f"export: {folder}\nmeasure it on other prompts: python eval/acceptance.py export={folder}")

@@ -1,4 +1,4 @@
-"""What every training of a drafter shares: the frozen target beside it, the optimizer, and what a batch tells.
+"""What every training of a drafter shares: the target beside it, the optimizer, and what a batch tells.
 
 B batch, S rows, D hidden size.
 """
@@ -8,17 +8,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
 from torch import Tensor, nn
 
+from data.features import FeatureCache
 from data.loader import Batch, StepBatches
 from engine.stats import DecodingStats
 from models.errors import UserError
 from models.target import Target
 from models.types import TargetFeatures
+from train.backbone import backbone_of
+from train.divergences import Divergence
+from train.losses import chunked_loss
+
+_TARGET = "target_parameters."
 
 
 class Regime(lightning.LightningModule):
@@ -26,9 +33,13 @@ class Regime(lightning.LightningModule):
 
     `capture_layers` are the target's states that a batch must hold: those that the drafter reads, and behind them those
     that the target's head reads, as far as the regime asks for the target's laws (`needs_laws`).
+
+    With `backbone`, the target is trained too, at times (`train.backbone`): `target` must then be one that it adapted.
+    Gradients reach it through the states that the drafter reads, never through what the drafter is to say.
     """
 
     needs_laws = True
+    chunk_rows = 512
 
     def __init__(
         self,
@@ -41,9 +52,18 @@ class Regime(lightning.LightningModule):
         betas: tuple[float, float],
         weight_decay: float,
         warmup_fraction: float,
+        backbone: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.drafter = drafter
+        self.backbone = backbone_of({"backbone": backbone})
+        if self.backbone.frozen == bool(target.trained):
+            raise ValueError(f"the target is not what drafter.training.backbone.by={self.backbone.by} made")
+        if not self.backbone.frozen and not drafter.capture_layers:
+            raise UserError(f"{type(drafter).__name__} reads no states of the target: there is nothing to train it for.")
+        self.base = None if self.backbone.frozen else Divergence(self.backbone.base)
+        self.target_parameters = nn.ParameterList(target.trained)
+        self._batches_per_step, self._step = 1, 0
         # In a tuple, so that it is neither trained nor saved with the drafter, nor moved by Lightning, which puts the
         # module on the CPU when training ends.
         self._target = (target,)
@@ -57,8 +77,22 @@ class Regime(lightning.LightningModule):
 
     @property
     def target(self) -> Target:
-        """The frozen target."""
+        """The target that the drafter is for: frozen, or the adapted one."""
         return self._target[0]
+
+    @property
+    def trains_target(self) -> bool:
+        """Whether the target is trained at present."""
+        return any(parameter.requires_grad for parameter in self.target_parameters)
+
+    def cache_states(self, batches: StepBatches, root: Path, batches_per_step: int = 1) -> None:
+        """Let batches hold states of the target that are kept on disk under `root`, as long as it is not trained."""
+        steps = self.backbone.first_joint_step(self.max_steps)
+        batches.cache, batches.cached_steps = None, len(batches)
+        if self.capture_layers and steps:
+            batches.cache = FeatureCache.build(self.target.original, batches.token_ids, self.capture_layers, root)
+        if not self.backbone.frozen:
+            batches.cached_steps = steps * batches_per_step
 
     def start(self, batches: StepBatches) -> dict[str, str] | None:
         """Prepare the drafter before the first step of all; a resumed run does not come here.
@@ -80,17 +114,28 @@ class Regime(lightning.LightningModule):
             self.drafter.train()
 
     def kept_state(self) -> dict[str, Tensor]:
-        """What is kept of the best step: the weights that an export would hold."""
-        state: dict[str, Tensor] = self.drafter.state_dict()
-        return state
+        """What is kept of the best step: the drafter's weights, and what of the target is trained with it."""
+        return self.drafter.state_dict() | self.target_parameters.state_dict(prefix=_TARGET)
 
     def load_kept_state(self, tensors: dict[str, Tensor]) -> None:
-        """End the training with what `kept_state` gave."""
-        self.drafter.load_state_dict(tensors)
+        """Go back to what `kept_state` gave, and move to the target's device: Lightning leaves all on the CPU."""
+        names = self.target_parameters.state_dict(prefix=_TARGET).keys()
+        self.target_parameters.load_state_dict({name.removeprefix(_TARGET): tensors[name] for name in names})
+        self.drafter.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in names})
+        self.to(self.target.original.device)
+
+    def on_train_start(self) -> None:
+        """Learn what the numbers of batches mean; a resumed run comes here too."""
+        self._batches_per_step = self.trainer.accumulate_grad_batches
 
     def configure_optimizers(self) -> Any:
-        trained = [p for p in self.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+        adapted = list(self.target_parameters)
+        ids = set(map(id, adapted))
+        groups: list[dict[str, Any]] = [{"params": [p for p in self.parameters() if p.requires_grad and id(p) not in ids]}]
+        if adapted:
+            groups[0]["name"] = "drafter"
+            groups.append({"params": adapted, "name": "target", "lr": self.lr / self.backbone.drafter_lr_multiple})
+        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_scale)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -102,32 +147,86 @@ class Regime(lightning.LightningModule):
         return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
     def with_states(self, batch: Batch) -> Batch:
-        """The batch with the target's states, which are computed here where they are not cached."""
-        if batch.hidden is not None or not self.capture_layers:
+        """The batch with the target's states, which are computed here where they are not cached.
+
+        While the target is trained they are the adapted one's, with gradients.
+        """
+        known = batch.hidden is not None and (batch.hidden.requires_grad or not self.trains_target)
+        if known or not self.capture_layers:
             return batch
-        with torch.no_grad(), torch.autocast(batch.token_ids.device.type, enabled=False):
-            return batch._replace(hidden=self.target(batch.token_ids, capture_layers=self.capture_layers).hidden)
+        target: Any = self.target if self.trains_target else self.target.original
+        learning = target.learning(self.seed * 1_000_003 + self._step) if self.trains_target else torch.no_grad()
+        with learning, torch.autocast(batch.token_ids.device.type, enabled=False):
+            return batch._replace(hidden=target(batch.token_ids, capture_layers=self.capture_layers).hidden)
 
     def features(self, batch: Batch) -> tuple[TargetFeatures, Tensor | None]:
         """What the drafter reads of a batch, and the states (B, S, D) that the target's head reads, if asked for.
 
-        Both are cached states, or of the target's forward pass. The token after the last row is unknown, and 0 here;
-        no supervised estimate reads it.
+        Both are cached states, or of the target's forward pass. The latter are to say what is right, and have no
+        gradients. The token after the last row is unknown, and 0 here; no supervised estimate reads it.
         """
         hidden = self.with_states(batch).hidden
         following = nn.functional.pad(batch.token_ids[:, 1:], (0, 1))
-        parts = () if hidden is None else hidden.chunk(len(self.capture_layers), dim=-1)
-        last = parts[self.capture_layers.index(self.target.num_layers)] if self.needs_laws else None
-        if self._num_read < len(self.capture_layers):
-            hidden = torch.cat(parts[: self._num_read], dim=-1) if self._num_read else None
+        last = self._last(hidden).detach() if self.needs_laws else None
+        if hidden is not None and self._num_read < len(self.capture_layers):
+            read = hidden.chunk(len(self.capture_layers), dim=-1)[: self._num_read]
+            hidden = torch.cat(read, dim=-1) if read else None
         return TargetFeatures(batch.token_ids, following, hidden, batch.lengths), last
 
+    def _last(self, hidden: Tensor | None) -> Tensor:
+        """The states that the head reads (B, S, D), of the captured ones (B, S, L·D)."""
+        assert hidden is not None
+        return hidden.chunk(len(self.capture_layers), dim=-1)[self.capture_layers.index(self.target.num_layers)]
+
+    def base_loss(self, batch: Batch) -> Tensor:
+        """How far the trained target is from the original one, or from what is said, by `backbone.base`.
+
+        A mean over supervised tokens, over the whole vocabulary, of a batch that has states.
+        """
+        assert self.base is not None
+        supervised, head, original = batch.loss_mask[:, 1:], self.target.head, self.target.original
+        labels = batch.token_ids[:, 1:][supervised]
+        with torch.autocast(labels.device.type, enabled=False):
+            rows = self._last(batch.hidden)[:, :-1][supervised]  # (M, D)
+            true = rows.detach()
+            if self.base.reads_target:
+                with torch.no_grad():
+                    true = original(batch.token_ids).last[:, :-1][supervised]
+
+            def row_loss(hidden: Tensor, which: slice) -> Tensor:
+                assert self.base is not None
+                with torch.no_grad():
+                    law = original.head(true[which])
+                return self.base(head(hidden), law, labels[which]).sum()
+
+            total = chunked_loss(row_loss, rows, head.linear.parameters(), chunk_rows=self.chunk_rows)
+        return total / max(1, len(rows))
+
     def training_losses(self, batch: Batch, step: int) -> dict[str, Tensor]:
-        """`loss`, which is lessened, and all that is to be logged beside it; `step` is the batch's number."""
+        """`loss`, which is lessened, and all that is to be logged beside it; `step` is the batch's number.
+
+        Of the drafter alone: `joint_losses` has the trained target's.
+        """
         raise NotImplementedError
 
+    def joint_losses(self, batch: Batch, step: int) -> dict[str, Tensor]:
+        """`training_losses`; while the target is trained too, with its own loss, `base`, in `loss`."""
+        self._step, weight = step, self.backbone.weight(step // self._batches_per_step, self.max_steps)
+        self.target_parameters.requires_grad_(weight is not None)
+        if weight is None:
+            return self.training_losses(batch, step)
+        batch = self.with_states(batch)
+        base = self.base_loss(batch)
+        found = self.joined(batch, step, base, weight)
+        return {**found, "base": base.detach(), "drafter_weight": torch.tensor(weight)}
+
+    def joined(self, batch: Batch, step: int, base: Tensor, weight: float) -> dict[str, Tensor]:
+        """`training_losses` with `base` + `weight` · the drafter's loss as `loss`."""
+        found = self.training_losses(batch, step)
+        return {**found, "loss": base + weight * found["loss"], "drafter_loss": found["loss"].detach()}
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        losses = self.training_losses(batch, batch_idx)
+        losses = self.joint_losses(batch, batch_idx)
         self.log_dict({f"train/{k}": v for k, v in losses.items()}, prog_bar=False)
         self.log("loss", losses["loss"], prog_bar=True, logger=False)
         return losses["loss"]

@@ -20,6 +20,7 @@ from eval.tree import comb
 from models.errors import UserError
 from models.files import write_text
 from models.tree import StaticTree
+from train.backbone import backbone_of
 
 Options = dict[str, Any]
 # What may differ between a run and its resumption: nothing here changes the weights.
@@ -106,6 +107,11 @@ def check(options: Options) -> None:
             )
     answer_settings(options)
     planned_tree(options)
+    if backbone_of(options["drafter"]["training"]).by == "full" and options["draft_vocab_size"] is not None:
+        raise UserError(
+            "drafter.training.backbone.by=full trains the target's head, of which a drafter with fewer tokens has a "
+            "copy: set draft_vocab_size=null."
+        )
 
 
 def planned_tree(options: Options) -> StaticTree | None:

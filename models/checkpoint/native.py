@@ -4,6 +4,7 @@ config.json          format, the drafter's class and arguments, its target, deco
 model.safetensors    the drafter's own parameters, and `d2t` where its vocabulary is reduced; with `weights` int8 in
                      config.json as `models.quantization` has it, which loading turns back into floating point
 README.md            the model card
+target/ or adapter/  where a target was trained together with the drafter, that target: whole, or as a peft adapter
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import difflib
 import importlib
 import inspect
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 from models.errors import UserError
 from models.files import atomic_folder, sha256
 from models.quantization import dequantized, quantized
-from models.target import Target
+from models.target import Target, load_target
 from models.vocab import DraftVocab
 
 FORMAT = "draftsmith-1"
@@ -44,6 +47,7 @@ _LAYOUT = {
     "decoding.num_speculative_tokens": int,
     "provenance": dict,
 }
+INSIDE = {"merged": ("name_or_path", "target"), "separate": ("adapter", "adapter")}  # arguments of load, and folders
 _HOME = "models.drafter."  # the only place that drafters are loaded from: a file cannot name code elsewhere
 
 
@@ -51,6 +55,10 @@ _HOME = "models.drafter."  # the only place that drafters are loaded from: a fil
 class Export:
     """What an export says of itself; see `save`. `tree` is a draft tree that suits the drafter, if one was
     built; with `int8` its weights are stored so.
+
+    `target` has the target's name, its fingerprint, and in `load` the arguments of `load_target` that find it. A
+    target that was trained together with the drafter lies in the export itself: `adapted` tells of it, and in which
+    form (`export`: a key of `INSIDE`).
     """
 
     name: str
@@ -62,12 +70,19 @@ class Export:
     int8: bool = False
 
 
-def save(drafter: Any, export: Export, vocab: DraftVocab, folder: Path, card: str) -> None:
+def save(
+    drafter: Any,
+    export: Export,
+    vocab: DraftVocab,
+    folder: Path,
+    card: str,
+    save_target: Callable[[Path], None] | None = None,
+) -> None:
     """Write the drafter to `folder`, whole or not at all.
 
     `export.model` is the `_target_` of its class and the arguments that rebuild it; a drafter that read files of its
-    own says in `export_arguments` what stands for them. A drafter without weights has a file without tensors. Raises
-    UserError where the disk refuses.
+    own says in `export_arguments` what stands for them. A drafter without weights has a file without tensors.
+    `save_target` writes an adapted target into a folder of its own. Raises UserError where the disk refuses.
     """
     tensors = {name: t.detach().cpu().contiguous() for name, t in drafter.state_dict().items()}
     if vocab.reduced:
@@ -76,7 +91,7 @@ def save(drafter: Any, export: Export, vocab: DraftVocab, folder: Path, card: st
         "format": FORMAT,
         "name": export.name,
         "drafter": export.model | getattr(drafter, "export_arguments", {}),
-        "target": export.target,
+        "target": _without_paths(export.target),
         "capture_layers": list(drafter.capture_layers),
         "draft_vocab_size": vocab.size,
         "decoding": {"num_speculative_tokens": export.num_speculative_tokens, "tree": export.tree},
@@ -84,7 +99,7 @@ def save(drafter: Any, export: Export, vocab: DraftVocab, folder: Path, card: st
     }
     if export.int8:
         config["weights"], tensors = _INT8, quantized(tensors)
-    _write(folder, tensors, config, card)
+    _write(folder, tensors, config, card, save_target)
 
 
 def save_int8(source: Path, folder: Path) -> None:
@@ -98,11 +113,20 @@ def save_int8(source: Path, folder: Path) -> None:
     tensors = read_tensors(source / "model.safetensors")
     _check_unaltered(source, config)
     card = (source / "README.md").read_text() if (source / "README.md").exists() else ""
-    _write(folder, quantized(tensors), {**config, "name": f"{config['name']}-int8", "weights": _INT8}, card)
+    int8 = {**config, "name": f"{config['name']}-int8", "weights": _INT8}
+    _write(folder, quantized(tensors), int8, card, _copying(source, config["target"]))
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], card: str) -> None:
+def _write(
+    folder: Path,
+    tensors: dict[str, Tensor],
+    config: dict[str, Any],
+    card: str,
+    save_target: Callable[[Path], None] | None,
+) -> None:
     with atomic_folder(folder) as temporary:
+        if save_target is not None:
+            save_target(temporary / INSIDE[config["target"]["adapted"]["export"]][1])
         (temporary / "README.md").write_text(card)
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         config["sha256"] = sha256(temporary / "model.safetensors")
@@ -116,7 +140,32 @@ def update(drafter: Any, folder: Path) -> None:
     UserError as `read` and `save` do.
     """
     described = read(folder)
-    save(drafter, described, drafter.vocab, folder, (folder / "README.md").read_text())
+    card = (folder / "README.md").read_text()
+    save(drafter, described, drafter.vocab, folder, card, _copying(folder, described.target))
+
+
+def _copying(source: Path, target: dict[str, Any]) -> Callable[[Path], None] | None:
+    """What writes the adapted target of the export in `source` once more; None where there is none."""
+    if "adapted" not in target:
+        return None
+    _, name = INSIDE[target["adapted"]["export"]]
+    return lambda folder: shutil.copytree(source / name, folder) and None
+
+
+def _without_paths(target: dict[str, Any]) -> dict[str, Any]:
+    """What an export stores of its target: where it lies itself is not known to it."""
+    if "adapted" not in target:
+        return target
+    argument, _ = INSIDE[target["adapted"]["export"]]
+    return {**target, "load": {k: v for k, v in target["load"].items() if k != argument}}
+
+
+def _with_paths(target: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What an export in `folder` says of its target, so that `load` finds it."""
+    if "adapted" not in target:
+        return target
+    argument, name = INSIDE[target["adapted"]["export"]]
+    return {**target, "load": {**target["load"], argument: str(folder / name)}}
 
 
 def read(folder: Path) -> Export:
@@ -125,7 +174,7 @@ def read(folder: Path) -> Export:
     return Export(
         config["name"],
         config["drafter"],
-        config["target"],
+        _with_paths(config["target"], folder),
         config["decoding"]["num_speculative_tokens"],
         config["provenance"],
         config["decoding"].get("tree"),
@@ -147,6 +196,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
                 raise TypeError(f"{keys} is {value!r}")
         if not isinstance(tree := config["decoding"].get("tree"), dict | None):
             raise TypeError(f"decoding.tree is {tree!r}")
+        if "adapted" in config["target"] and config["target"]["adapted"]["export"] not in INSIDE:
+            raise ValueError(f"target.adapted.export is {config['target']['adapted']['export']!r}")
         if config.get("weights", _INT8) != _INT8:
             raise UserError(f"{str(path)!r}: weights are {config['weights']!r}; this version reads {_INT8!r} or none.")
         return config
@@ -164,9 +215,10 @@ def load(folder: Path, target: Target) -> Any:
     """
     export = read(folder)
     if export.target["fingerprint"] != target.fingerprint:
+        inside = "" if "adapted" not in export.target else " The target that it was trained with lies in its own folder."
         raise UserError(
             f"{str(folder)!r} was trained for {export.target['name']!r} (fingerprint {export.target['fingerprint']}), "
-            f"not for {target.name!r} ({target.fingerprint}): its proposals would be worthless there."
+            f"not for {target.name!r} ({target.fingerprint}): its proposals would be worthless there.{inside}"
         )
     config, weights = _read_config(folder), folder / "model.safetensors"
     tensors = read_tensors(weights)
@@ -180,6 +232,19 @@ def load(folder: Path, target: Target) -> Any:
     _fill(drafter, tensors, folder)
     _check_unaltered(folder, config)
     return drafter.eval()
+
+
+def target_of(folder: Path, target: Target, trust_remote_code: bool = False) -> Target:
+    """The target that the export in `folder` is for: the one that lies in it, or `target` where there is none.
+
+    Raises UserError as `read` and `load_target` do.
+    """
+    export = read(folder)
+    if "adapted" not in export.target or export.target["fingerprint"] == target.fingerprint:
+        return target
+    found = load_target(**export.target["load"], device=str(target.device), trust_remote_code=trust_remote_code)
+    found.accelerate()
+    return found
 
 
 def _check_unaltered(folder: Path, config: dict[str, Any]) -> None:

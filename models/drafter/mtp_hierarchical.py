@@ -73,8 +73,8 @@ class HierarchicalMTP(SequentialMTP):
         return inside + (classes - most - mass.log()).gather(-1, index)
 
     def logit_parameters(self, step: int = 0) -> list[nn.Parameter]:
-        """Those that tell the class."""
-        return list(self.class_head.parameters())
+        """Those that tell the class, and the target's head."""
+        return [*self.class_head.parameters(), *super().logit_parameters(step)]
 
 
 @torch.no_grad()

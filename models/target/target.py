@@ -44,11 +44,13 @@ class TargetOutput:
 
 
 class Target(nn.Module):
-    """A causal language model that is only read, never trained.
+    """A causal language model that is only read, never trained; `models.target.adapted` has one that is.
 
     `name` is what exports and messages call it. Raises UserError for an architecture that has attention of a kind
     that the engine cannot mask, or a head that does not read states of the hidden size.
     """
+
+    trained: tuple[nn.Parameter, ...] = ()  # what is trained together with a drafter
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "target"
@@ -84,6 +86,15 @@ class Target(nn.Module):
     def train(self, mode: bool = True) -> Target:
         """Stay in evaluation mode, whatever module this is a part of: dropout would change the states."""
         return super().train(False)
+
+    @property
+    def original(self) -> Target:
+        """The target as it was before it was trained together with a drafter: here itself."""
+        return self
+
+    def finished(self) -> Target:
+        """The target as it is decoded once training is over: here itself."""
+        return self
 
     @property
     def device(self) -> torch.device:

@@ -19,6 +19,7 @@ from models.vocab import DraftVocab
 from tests.helpers.characters import with_characters
 from tests.helpers.drafters import as_float64, build_shaken, five_token_target, tiny_target
 from tests.helpers.memorising import Text, Trained, answered, memorise
+from train.backbone import backbone_of
 
 NAMES = [path.stem for path in sorted((ROOT / "drafter").glob("*.yaml"))]
 
@@ -102,8 +103,9 @@ def trained(
     """The drafter after its own training on `text`."""
     if not recipe.training:
         pytest.skip("this drafter is not trained")
+    adapted = backbone_of(recipe.training).adapt(target32, seed=0)
     torch.manual_seed(0)
-    drafter = native.build(recipe.model, target32, vocab)
+    drafter = native.build(recipe.model, adapted, vocab)
     if not hasattr(drafter, "unroll") and not hasattr(drafter, "count"):
         pytest.skip("what this drafter learns proposes nothing")
-    return memorise(drafter, target32, text, recipe.options, tmp_path_factory.mktemp("features"))
+    return memorise(drafter, adapted, text, recipe.options, tmp_path_factory.mktemp("features"))

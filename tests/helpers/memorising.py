@@ -11,7 +11,6 @@ import datasets
 import hydra
 import lightning
 
-from data.features import FeatureCache
 from data.loader import StepBatches, step_loader
 from engine.loop import generate
 from engine.settings import DecodeSettings
@@ -69,7 +68,10 @@ class MeasureAndStop(lightning.Callback):
 def memorise(
     drafter: Any, target: Target, text: Text, options: dict[str, Any], folder: Path, max_steps: int = 400
 ) -> Trained:
-    """Train `drafter` by `options` (those of a run) with cached states, for as long as it takes."""
+    """Train `drafter` by `options` (those of a run) with cached states, for as long as it takes.
+
+    Where the target is trained too, `target` is the adapted one, which the drafter was built for.
+    """
     training = options["drafter"]["training"]
     known = {key: value for key, value in SETTINGS.items() if key in training}
     module = hydra.utils.instantiate(training | known, drafter, target, max_steps=max_steps, seed=0)
@@ -77,8 +79,7 @@ def memorise(
     if hasattr(module, "learn"):
         module.learn(text.batches)
         return Trained(drafter.eval(), generate(target, text.prompts, settings, drafter).stats.acceptance_rate, 0)
-    layers = module.capture_layers
-    text.batches.cache = FeatureCache.build(target, text.batches.token_ids, layers, folder) if layers else None
+    module.cache_states(text.batches, folder)
     watch = MeasureAndStop(lambda: generate(target, text.prompts, settings, drafter).stats.acceptance_rate)
     trainer = lightning.Trainer(
         **options["trainer"],
