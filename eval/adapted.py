@@ -45,6 +45,6 @@ def report(target: dict[str, Any]) -> str | None:
     return (
         f"Decoding is lossless for the ADAPTED target, which was trained together with the drafter ({how}), and not for "
         f"the original {found['original']['name']!r}. On {found['positions']:,} tokens that the original says to "
-        f"validation prompts, KL(original ‖ adapted) is {found['kl']:.4f} nats, and their first choices agree on "
+        f"validation prompts, KL(original ‖ adapted) is {found['kl']:.3g} nats, and their first choices agree on "
         f"{found['top1_agreement']:.1%}."
     )

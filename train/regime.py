@@ -60,7 +60,9 @@ class Regime(lightning.LightningModule):
         if self.backbone.frozen == bool(target.trained):
             raise ValueError(f"the target is not what drafter.training.backbone.by={self.backbone.by} made")
         if not self.backbone.frozen and not drafter.capture_layers:
-            raise UserError(f"{type(drafter).__name__} reads no states of the target: there is nothing to train it for.")
+            raise UserError(
+                f"{type(drafter).__name__} reads no states of the target: there is nothing to train it for."
+            )
         self.base = None if self.backbone.frozen else Divergence(self.backbone.base)
         self.target_parameters = nn.ParameterList(target.trained)
         self._batches_per_step, self._step = 1, 0
@@ -131,7 +133,9 @@ class Regime(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         adapted = list(self.target_parameters)
         ids = set(map(id, adapted))
-        groups: list[dict[str, Any]] = [{"params": [p for p in self.parameters() if p.requires_grad and id(p) not in ids]}]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in self.parameters() if p.requires_grad and id(p) not in ids]}
+        ]
         if adapted:
             groups[0]["name"] = "drafter"
             groups.append({"params": adapted, "name": "target", "lr": self.lr / self.backbone.drafter_lr_multiple})

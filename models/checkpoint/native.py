@@ -215,7 +215,9 @@ def load(folder: Path, target: Target) -> Any:
     """
     export = read(folder)
     if export.target["fingerprint"] != target.fingerprint:
-        inside = "" if "adapted" not in export.target else " The target that it was trained with lies in its own folder."
+        inside = (
+            "" if "adapted" not in export.target else " The target that it was trained with lies in its own folder."
+        )
         raise UserError(
             f"{str(folder)!r} was trained for {export.target['name']!r} (fingerprint {export.target['fingerprint']}), "
             f"not for {target.name!r} ({target.fingerprint}): its proposals would be worthless there.{inside}"

@@ -66,7 +66,8 @@ def module_of(name: str, target: Target, **changes: Any) -> MultiToken:
 
 def losses_by_loop(module: MultiToken, target: Target, batch: Batch, num_steps: int) -> list[Tensor]:
     """Token by token: what step s says of x_{t+2+s} in row t, against the target's own logits before that token."""
-    logits, divergence = target.model(input_ids=batch.token_ids).logits, Divergence(SETTINGS["losses"])
+    logits = target.model(input_ids=batch.token_ids).logits.detach()
+    divergence = Divergence(SETTINGS["losses"])
     means = []
     for step, hidden in enumerate(module.drafter.unroll(module.features(batch)[0], num_steps)):
         found = []
