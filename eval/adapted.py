@@ -43,8 +43,8 @@ def report(target: dict[str, Any]) -> str | None:
         return None
     how = f"LoRA of rank {found['rank']}" if found["by"] == "lora" else "all weights"
     return (
-        f"Decoding is lossless for the ADAPTED target, which was trained together with the drafter ({how}), and not for "
-        f"the original {found['original']['name']!r}. On {found['positions']:,} tokens that the original says to "
+        f"Decoding is lossless for the ADAPTED target, which was trained together with the drafter ({how}), and not "
+        f"for the original {found['original']['name']!r}. On {found['positions']:,} tokens that the original says to "
         f"validation prompts, KL(original ‖ adapted) is {found['kl']:.3g} nats, and their first choices agree on "
         f"{found['top1_agreement']:.1%}."
     )

@@ -117,7 +117,7 @@ class MultiToken(LawMatching):
     def _from_gradients(
         self, tasks: _Tasks, step: int, base: Tensor | None = None, weight: float = 1.0
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`base`, if given, and `weight` times the other losses, whose gradient is made of the tasks' own, one by one."""
+        """`base`, if given, and `weight` times the other losses; the gradient is made of the tasks' own, one by one."""
         own: list[Gradients] = []
         value = torch.zeros((), device=self.device)
         for loss in tasks:

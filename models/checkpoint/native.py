@@ -149,7 +149,11 @@ def _copying(source: Path, target: dict[str, Any]) -> Callable[[Path], None] | N
     if "adapted" not in target:
         return None
     _, name = INSIDE[target["adapted"]["export"]]
-    return lambda folder: shutil.copytree(source / name, folder) and None
+
+    def copy(folder: Path) -> None:
+        shutil.copytree(source / name, folder)
+
+    return copy
 
 
 def _without_paths(target: dict[str, Any]) -> dict[str, Any]:

@@ -71,15 +71,20 @@ def load_target(
             f"Cannot load the target {name!r}: its files lack, or hold in another shape, "
             f"{', '.join(unfilled[:3])}{more}."
         )
-    if adapter is not None:
-        from models.target.adapted import merge_adapter  # needs peft
-
-        model = merge_adapter(model, Path(adapter).expanduser())
+    model = _with_adapter(model, adapter)
     with _explained(f"load the tokenizer of the target {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
     target = Target(model, tokenizer, name=name)
     target.check()
     return target
+
+
+def _with_adapter(model: Any, adapter: str | None) -> Any:
+    if adapter is None:
+        return model
+    from models.target.adapted import merge_adapter  # needs peft
+
+    return merge_adapter(model, Path(adapter).expanduser())
 
 
 @contextmanager

@@ -227,5 +227,5 @@ def test_a_damaged_record_of_the_target_is_refused(runs: dict[str, Made], tmp_pa
     config = json.loads((runs["separate"].export / "config.json").read_text())
     config["target"]["adapted"]["export"] = "both"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="is damaged: ValueError: target.adapted.export is 'both'"):
+    with pytest.raises(UserError, match=r"is damaged: ValueError: target\.adapted\.export is 'both'"):
         native.read(tmp_path)

@@ -175,7 +175,7 @@ def test_layers_that_cannot_have_an_adapter_are_refused(modules: tuple[str, ...]
 def test_a_target_in_bfloat16_has_an_adapter_in_float32_and_is_not_trained_whole() -> None:
     original = small(dtype=torch.bfloat16)
     assert {p.dtype for p in AdaptedTarget(original, LORA).trained} == {torch.float32}
-    with pytest.raises(UserError, match="not trained whole in torch.bfloat16: use target.dtype=float32"):
+    with pytest.raises(UserError, match=r"not trained whole in torch\.bfloat16: use target\.dtype=float32"):
         AdaptedTarget(original, None)
 
 
