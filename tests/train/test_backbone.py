@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import hydra
 import lightning
 import pytest
 import torch
 from torch import Tensor
 
+from conf.compose import ROOT, plain
 from data.loader import Batch, step_loader
 from engine.settings import DecodeSettings
 from models.checkpoint import native
@@ -17,6 +19,7 @@ from models.errors import UserError
 from models.target import Target
 from models.vocab import DraftVocab
 from tests.helpers.drafters import build_shaken, prompts, shaken, tiny_target
+from tests.helpers.memorising import LEAST_ACCEPTANCE, answered, memorise
 from tests.train.test_multi_token import EXACT, MODELS, SETTINGS, answers, batch, gradients, losses_by_loop
 from train.backbone import Backbone, backbone_of
 from train.callbacks import AtomicCheckpoints, BlockEfficiency
@@ -237,6 +240,24 @@ def test_the_trunk_is_among_what_is_projected(name: str, tied: bool, batch: Batc
     torch.testing.assert_close(torch.cat([ours[n].flatten() for n in shared]), torch.stack(projected).sum(0), **EXACT)
     for n in set(reached) - set(shared):
         torch.testing.assert_close(ours[n], sum(task[n] for task in tasks), **EXACT)
+
+
+@pytest.mark.parametrize(
+    "own", [["+drafter=medusa2"], ["+drafter=mtp", "drafter.training.backbone.by=full"]], ids=["medusa2", "mtp, full"]
+)
+def test_a_drafter_memorises_what_a_trained_target_says(own: list[str], tmp_path: Path) -> None:
+    """With the target trained from the first step; acceptance is the adapted one's, on its own answers."""
+    with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
+        at_once = ["trainer=cpu", "drafter.training.backbone.drafter_only=0", "drafter.training.backbone.ramp=0"]
+        options = plain(hydra.compose("train", overrides=[*own, *at_once]))
+    original = tiny_target()
+    adapted = backbone_of(options["drafter"]["training"]).adapt(original, seed=0)
+    torch.manual_seed(0)
+    drafter = native.build(options["drafter"]["model"], adapted, DraftVocab(64))
+    found = memorise(drafter, adapted, answered(original), options, tmp_path, 300)
+    assert found.acceptance_rate > LEAST_ACCEPTANCE
+    ids = torch.tensor([[1, 2, 3]])
+    assert (adapted(ids).last - original(ids).last).abs().max() > 1e-3
 
 
 # Stopping and going on.

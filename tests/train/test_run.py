@@ -16,7 +16,6 @@ from models.checkpoint import native
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
-    "+drafter=eagle",
     "run_name=run",
     "data.sizes.train=48",
     "data.sizes.validation=4",
@@ -62,13 +61,15 @@ def lines_of(root: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("drafter", ["eagle", "medusa2"])
+def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(drafter: str, tmp_path: Path) -> None:
+    """Medusa-2 is killed beside the frozen target, and terminated while that is trained too."""
     undisturbed, killed = tmp_path / "a", tmp_path / "b"
-    output = finish(start("train/run.py", *SMALL, f"output_root={undisturbed}"))
+    output = finish(start("train/run.py", f"+drafter={drafter}", *SMALL, f"output_root={undisturbed}"))
     assert "greedy output identical to plain decoding on 3 of 3 prompts" in output
     assert "as before the export" in output
 
-    again = ["train/run.py", *SMALL, f"output_root={killed}"]
+    again = ["train/run.py", f"+drafter={drafter}", *SMALL, f"output_root={killed}"]
     assert kill_when(start(*again), lambda: lines_of(killed) >= 2) == -signal.SIGKILL
     assert 2 <= lines_of(killed) < 6
     last = killed / "run" / "checkpoints" / "last.ckpt"
@@ -76,7 +77,10 @@ def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path
     assert kill_when(start(*again), lambda: last_step(last) >= 25, signal.SIGTERM) != 0
     assert 25 <= last_step(last) < 60
     finish(start(*again))
-    for name in ("export/model.safetensors", "checkpoints/best.safetensors"):
+    names = ["export/model.safetensors", "checkpoints/best.safetensors"]
+    names += ["export/target/model.safetensors"] if (undisturbed / "run" / "export" / "target").exists() else []
+    assert (len(names) == 3) == (drafter == "medusa2")
+    for name in names:
         ours, theirs = (native.read_tensors(root / "run" / name) for root in (killed, undisturbed))
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
