@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("draftsmith", "torch", "transformers", "lightning", "datasets", "tokenizers", "safetensors")
+_PACKAGES = ("draftsmith", "torch", "transformers", "lightning", "datasets", "tokenizers", "safetensors", "peft")
 ROOT = Path(__file__).resolve().parent.parent
 
 

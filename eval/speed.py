@@ -67,6 +67,7 @@ def job(config: DictConfig) -> None:
     options = plain(config)
     from data.answers import context_ids
     from data.progress import Progress
+    from eval import adapted
     from eval.prompt_sets import prompt_set
     from eval.provenance import provenance
     from eval.table import unique_names
@@ -98,6 +99,8 @@ def job(config: DictConfig) -> None:
             progress.advance(1)
     report = {"config": options, "ways": summaries(ways), "passes": passes(target), "provenance": provenance()}
     print_report(report)
+    for said in filter(None, (adapted.report(export.target) for export in exports)):
+        print(said)
     write_json(output / "speed.json", report)
     print(f"wrote {output / 'speed.json'}")
 

@@ -124,6 +124,7 @@ def _measured(options: dict[str, Any], target: Target, run: Path) -> tuple[list[
     prompts = prompts[: options["measure"]["num_prompts"]]
     target = native.target_of(run / "export", target, options["target"]["trust_remote_code"])
     drafter = native.load(run / "export", target)
+    target.accelerate()
     about = describe_drafter(target, drafter, prompts, measured_settings(options, 0.0))
     accelerate_drafter(drafter)
     trees = []

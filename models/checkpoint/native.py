@@ -248,9 +248,7 @@ def target_of(folder: Path, target: Target, trust_remote_code: bool = False) -> 
     export = read(folder)
     if "adapted" not in export.target or export.target["fingerprint"] == target.fingerprint:
         return target
-    found = load_target(**export.target["load"], device=str(target.device), trust_remote_code=trust_remote_code)
-    found.accelerate()
-    return found
+    return load_target(**export.target["load"], device=str(target.device), trust_remote_code=trust_remote_code)
 
 
 def _check_unaltered(folder: Path, config: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import hydra
 import pytest
 
 from conf.compose import ROOT, plain
-from eval.comparison import Compared, draw, latency_margin, markdown, readiness_rows, table_rows
+from eval.comparison import Compared, draw, latency_margin, markdown, notes, readiness_rows, table_rows
 from models.errors import UserError
 from train.compare import check
 
@@ -62,6 +62,23 @@ def test_the_latency_margin_is_that_of_the_literature() -> None:
     nothing = result(0.0, 1.0)
     nothing["counts"]["drafts"] = [[0, 0], [0, 0]]
     assert latency_margin(nothing) is None
+
+
+def test_a_target_of_its_own_is_told_of() -> None:
+    """What is lossless for another target than the rest must not stand in one table without a word."""
+    told = {
+        "by": "lora",
+        "rank": 8,
+        "original": {"name": "some"},
+        "kl": 0.0125,
+        "top1_agreement": 0.5,
+        "positions": 1200,
+    }
+    own = Compared("medusa2", EAGLE.results, EAGLE.about | {"adapted": told})
+    assert notes([EAGLE, LOOKUP, Compared("frozen", [], {"adapted": None})]) == []
+    (said,) = notes([EAGLE, own])
+    assert said.startswith("medusa2: Decoding is lossless for the ADAPTED target") and "(LoRA of rank 8)" in said
+    assert "the original 'some'" in said and "1,200 tokens" in said and "0.0125 nats" in said and "50.0%" in said
 
 
 def test_markdown_and_picture(tmp_path: Path) -> None:
