@@ -135,6 +135,8 @@ def test_the_drafter_alone_is_trained_first_on_cached_states(target: Target, bat
     assert module.joint_losses(wrong, 0)["loss"] != module.joint_losses(batch, 0)["loss"]
     joint = [module.joint_losses(given, 2)["loss"] for given in (wrong, batch)]  # where no such states are believed
     assert joint[0] == joint[1] and module.trains_target
+    read, true = module.features(batch)
+    assert read.hidden.requires_grad and not true.requires_grad  # the target learns to be read, not to be guessed
     frozen = medusa(target, {"by": "frozen"}, max_steps=4)
     frozen.cache_states(batches, tmp_path)
     assert batches[99].hidden is not None
