@@ -245,7 +245,11 @@ def test_the_trunk_is_among_what_is_projected(name: str, tied: bool, batch: Batc
 
 
 @pytest.mark.parametrize(
-    "own", [["+drafter=medusa2"], ["+drafter=mtp", "drafter.training.backbone.by=full"]], ids=["medusa2", "mtp, full"]
+    "own",
+    [
+        pytest.param(["+drafter=medusa2"], id="medusa2"),
+        pytest.param(["+drafter=mtp", "drafter.training.backbone.by=full"], id="mtp, full", marks=pytest.mark.slow),
+    ],
 )
 def test_a_drafter_memorises_what_a_trained_target_says(own: list[str], tmp_path: Path) -> None:
     """With the target trained from the first step; acceptance is the adapted one's, on its own answers."""
