@@ -38,7 +38,7 @@ from train.callbacks import (
     TrainingRecord,
     quiet_lightning,
 )
-from train.export import check_parity, export, measure_export
+from train.exporting import check_parity, export, measure_export
 from train.model_card import model_card
 from train.settings import (
     Options,
