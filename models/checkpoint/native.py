@@ -72,7 +72,15 @@ def save(drafter: Any, export: Export, vocab: DraftVocab, folder: Path, card: st
     tensors = {name: t.detach().cpu().contiguous() for name, t in drafter.state_dict().items()}
     if vocab.reduced:
         tensors["d2t"] = vocab.offsets()
-    config: dict[str, Any] = {
+    config = config_of(drafter, export, vocab)
+    if export.int8:
+        config["weights"], tensors = _INT8, quantized(tensors)
+    _write(folder, tensors, config, card)
+
+
+def config_of(drafter: Any, export: Export, vocab: DraftVocab) -> dict[str, Any]:
+    """What config.json says of a drafter, but for the sha256 of its tensors."""
+    return {
         "format": FORMAT,
         "name": export.name,
         "drafter": export.model | getattr(drafter, "export_arguments", {}),
@@ -82,9 +90,6 @@ def save(drafter: Any, export: Export, vocab: DraftVocab, folder: Path, card: st
         "decoding": {"num_speculative_tokens": export.num_speculative_tokens, "tree": export.tree},
         "provenance": export.provenance,
     }
-    if export.int8:
-        config["weights"], tensors = _INT8, quantized(tensors)
-    _write(folder, tensors, config, card)
 
 
 def save_int8(source: Path, folder: Path) -> None:
@@ -92,7 +97,7 @@ def save_int8(source: Path, folder: Path) -> None:
 
     Raises UserError where `source` is damaged, was altered, or has int8 weights already.
     """
-    config = _read_config(source)
+    config = read_config(source / "config.json")
     if config.get("weights") == _INT8:
         raise UserError(f"{str(source)!r} has int8 weights already.")
     tensors = read_tensors(source / "model.safetensors")
@@ -121,7 +126,11 @@ def update(drafter: Any, folder: Path) -> None:
 
 def read(folder: Path) -> Export:
     """Read what an export says of itself. Raises UserError where the folder is none."""
-    config = _read_config(folder)
+    return export_of(read_config(folder / "config.json"))
+
+
+def export_of(config: dict[str, Any]) -> Export:
+    """What a config.json that was read says."""
     return Export(
         config["name"],
         config["drafter"],
@@ -133,8 +142,8 @@ def read(folder: Path) -> Export:
     )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
+def read_config(path: Path) -> dict[str, Any]:
+    """The config.json at `path`. Raises UserError where there is none, or it is damaged or another version's."""
     try:
         config: dict[str, Any] = json.loads(path.read_text())
         if config["format"] != FORMAT:
@@ -151,7 +160,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             raise UserError(f"{str(path)!r}: weights are {config['weights']!r}; this version reads {_INT8!r} or none.")
         return config
     except OSError as error:
-        raise UserError(f"{str(folder)!r} is not an export: {error.strerror or error} ({path.name}).") from error
+        raise UserError(f"{str(path.parent)!r} is not an export: {error.strerror or error} ({path.name}).") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{str(path)!r} is damaged: {type(error).__name__}: {error}.") from error
 
@@ -163,12 +172,8 @@ def load(folder: Path, target: Target) -> Any:
     missing, unknown or of another shape.
     """
     export = read(folder)
-    if export.target["fingerprint"] != target.fingerprint:
-        raise UserError(
-            f"{str(folder)!r} was trained for {export.target['name']!r} (fingerprint {export.target['fingerprint']}), "
-            f"not for {target.name!r} ({target.fingerprint}): its proposals would be worthless there."
-        )
-    config, weights = _read_config(folder), folder / "model.safetensors"
+    refuse_other_target(export, target, folder)
+    config, weights = read_config(folder / "config.json"), folder / "model.safetensors"
     tensors = read_tensors(weights)
     vocab = _vocab(tensors.pop("d2t", None), config["draft_vocab_size"], target, folder)
     if export.int8:
@@ -177,9 +182,18 @@ def load(folder: Path, target: Target) -> Any:
         except UserError as error:
             raise UserError(f"{str(folder)!r} does not fit its drafter: {error}") from error
     drafter = build(export.model, target, vocab)
-    _fill(drafter, tensors, folder)
+    fill(drafter, tensors, folder)
     _check_unaltered(folder, config)
     return drafter.eval()
+
+
+def refuse_other_target(export: Export, target: Target, folder: Path) -> None:
+    """Raise UserError, naming both, where `target` is not the one that the export in `folder` is for."""
+    if export.target["fingerprint"] != target.fingerprint:
+        raise UserError(
+            f"{str(folder)!r} was trained for {export.target['name']!r} (fingerprint {export.target['fingerprint']}), "
+            f"not for {target.name!r} ({target.fingerprint}): its proposals would be worthless there."
+        )
 
 
 def _check_unaltered(folder: Path, config: dict[str, Any]) -> None:
@@ -269,7 +283,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{str(path)!r} is damaged or cut short: {error}. Export the drafter again.") from error
 
 
-def _fill(drafter: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
+def fill(drafter: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Load `tensors` as the drafter's state. Raises UserError that names every one that does not fit it."""
     wanted = drafter.state_dict()
     problems = [f"missing {name}" for name in wanted.keys() - tensors.keys()]
     problems += [f"unknown {name}" for name in tensors.keys() - wanted.keys()]
