@@ -7,6 +7,7 @@ has a `learn(batches)`, which is called once (`train.counting`).
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from eval.measure import Measurement, measure
 from eval.provenance import provenance
 from eval.table import draw, print_tables
 from eval.tree import measure_ranks, print_tree, record_of
-from models.checkpoint import native
+from models.checkpoint import detect, format_of, native
 from models.drafter import accelerate_drafter
 from models.errors import UserError
 from models.files import write_text
@@ -42,7 +43,8 @@ from train.callbacks import (
     TrainingRecord,
     quiet_lightning,
 )
-from train.model_card import model_card
+from train.export import write as write_format
+from train.model_card import figures, measured_before, model_card
 from train.settings import (
     Options,
     answer_settings,
@@ -86,6 +88,7 @@ def rehearse(options: Options, target: Target, run: Path) -> None:
         check_settings(target, drafter, measured_settings(options, temperature))
     if (tree := planned_tree(options)) is not None:
         check_settings(target, drafter, replace(measured_settings(options, 0.0), tree=tree, verification="token"))
+    _rehearse_formats(options, target, run)
     module = _training_module(options, target, drafter) if is_trained(options) else None
     if isinstance(module, lightning.LightningModule):
         module.configure_optimizers()
@@ -97,6 +100,27 @@ def rehearse(options: Options, target: Target, run: Path) -> None:
             "a folder with trained ones where it reads one (drafter.model.name_or_path=FOLDER or "
             "drafter.model.export=FOLDER), or train it."
         )
+
+
+def _rehearse_formats(options: Options, target: Target, run: Path) -> None:
+    """Write a drafter that has learnt nothing in every format that is asked for, and delete it again."""
+    if not options["export"]["formats"]:
+        return
+    size = options["draft_vocab_size"]
+    reduced = size is not None and is_trained(options) and size < target.vocab_size
+    drafter = _started(options, target, DraftVocab(target.vocab_size, torch.arange(size) if reduced else None))
+    described = _described(options, target, None)
+    with tempfile.TemporaryDirectory(dir=run, prefix=".rehearsal-") as folder:
+        for name in options["export"]["formats"]:
+            write_format(name, drafter, target, described, Path(folder) / name, "")
+
+
+def _started(options: Options, target: Target, vocab: DraftVocab) -> Any:
+    """The drafter as training begins with it: that of init_from, with the vocabulary it has, or a new one."""
+    if options["init_from"] is None:
+        return native.build(options["drafter"]["model"], target, vocab)
+    folder = Path(options["init_from"]).expanduser()
+    return detect(folder).load(folder, target).train()
 
 
 def prepare_data(options: Options, target: Target) -> Prepared:
@@ -132,7 +156,7 @@ def build_drafter(options: Options, target: Target, batches: StepBatches | None)
     else:
         vocab = DraftVocab.most_frequent(batches.token_counts(target.vocab_size), options["draft_vocab_size"])
     torch.manual_seed(options["seed"])
-    drafter = native.build(options["drafter"]["model"], target, vocab)
+    drafter = _started(options, target, vocab)
     parameters = sum(p.numel() for p in drafter.parameters())
     print(
         f"drafter {options['drafter']['name']!r}: {parameters:,} parameters, "
@@ -227,17 +251,35 @@ def calibrate(options: Options, target: Target, drafter: Any, data: Prepared) ->
 
 def export(options: Options, target: Target, drafter: Any, data: Prepared, folder: Path) -> native.Export:
     """Write the drafter to `folder`; the card gets its figures once they are measured."""
+    described = _described(options, target, data.manifest, calibrate(options, target, drafter, data))
+    native.save(drafter, described, drafter.vocab, folder, model_card(described, []))
+    return described
+
+
+def _described(
+    options: Options, target: Target, manifest: Options | None, tree: Options | None = None
+) -> native.Export:
+    """What an export of this run says of itself."""
     place = {k: options["target"][k] for k in ("source", "name_or_path", "dtype", "attn_implementation", "revision")}
-    described = native.Export(
+    return native.Export(
         name=options["drafter"]["name"],
         model=options["drafter"]["model"],
         target={"name": target.name, "fingerprint": target.fingerprint, "load": place},
         num_speculative_tokens=measured_settings(options, 0.0).num_speculative_tokens,
-        provenance={"config": options, "data": data.manifest, **provenance()},
-        tree=calibrate(options, target, drafter, data),
+        provenance={"config": options, "data": manifest, **provenance()},
+        tree=tree,
     )
-    native.save(drafter, described, drafter.vocab, folder, model_card(described, []))
-    return described
+
+
+def export_formats(
+    options: Options, target: Target, drafter: Any, described: native.Export, measured: str, data: Prepared, run: Path
+) -> None:
+    """Write the drafter in every format that is asked for beside `export`, and check that each drafts as it does."""
+    for name in options["export"]["formats"]:
+        write_format(name, drafter, target, described, run / name, measured)
+        loaded = format_of(name).load(run / name, target)
+        check_parity(target, drafter, loaded, data.test, measured_settings(options, 0.0))
+        print(f"{name}: {run / name}")
 
 
 def check_parity(target: Target, trained: Any, loaded: Any, prompts: list[Prompt], settings: DecodeSettings) -> None:
@@ -275,8 +317,8 @@ def run_job(options: Options, run: Path) -> None:
     quiet_lightning()
     folder = run / "export"
     if (run / "acceptance.json").exists():
-        figures = (folder / "README.md").read_text().partition("## Measured\n")[2].partition("\n## ")[0]
-        print(f"this run is finished; to train again choose another run_name, or delete {run}\n{figures}")
+        before = measured_before((folder / "README.md").read_text())
+        print(f"this run is finished; to train again choose another run_name, or delete {run}\n{before}")
         return
     target = open_target(options)
     print(f"target {target.name!r}, run folder {run}")
@@ -295,6 +337,7 @@ def run_job(options: Options, run: Path) -> None:
     measured = measure_export(options, target, loaded, data.test, described.tree)
     print_tables(measured)
     write_text(folder / "README.md", model_card(described, measured))
+    export_formats(options, target, drafter, described, figures(measured), data, run)
     draw(measured, run / "acceptance.png")
     write_report(options, measured, run)
     print(f"export: {folder}\nmeasure it on other prompts: python eval/acceptance.py export={folder}")

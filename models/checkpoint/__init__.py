@@ -2,7 +2,8 @@
 
 A format's module has `save(drafter, target, export, folder, card)`, `read(folder)`, `load(folder, target)` and
 `recognises(config, names)`, which says whether a folder with such a config.json and such tensors is of the format.
-`native` is our own; the others are what engines load.
+`USE` says in Markdown how engines are told to use it (`snippets`). `native` is our own; the others are what engines
+load.
 """
 
 from __future__ import annotations
@@ -32,6 +33,16 @@ def format_of(name: str) -> Any:
         meant = f" Did you mean {near[0]!r}?" if near else ""
         raise UserError(f"There is no format {name!r}.{meant} Choose one of: {', '.join(known)}.")
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def target_options(export: Any, given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """How to load the target: as the export says, but for what is given. Raises UserError where neither says."""
+    wanted = {**export.target["load"], **{key: value for key, value in given.items() if value is not None}}
+    if "source" not in wanted:
+        raise UserError(
+            f"{str(folder)!r} does not say which target it is for: give target.source=hf target.name_or_path=FOLDER."
+        )
+    return wanted
 
 
 def detect(folder: Path, name: str | None = None) -> Any:

@@ -126,6 +126,5 @@ def _own_name(name: str) -> str:
 
 def recognised(config: Config, names: set[str], architecture: str) -> bool:
     """Whether a folder holds EAGLE-1 drafters' tensors, under that architecture's name."""
-    return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names and architecture in config.get(
-        "architectures", ["LlamaForCausalLM"]
-    )
+    named = config.get("architectures") or ["LlamaForCausalLM"]
+    return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names and architecture in named

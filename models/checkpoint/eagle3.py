@@ -41,7 +41,6 @@ def obstacles(drafter: Any, target: Target) -> dict[str, bool]:
     layers, num_layers = drafter.capture_layers, len(drafter.stack.layers)
     return {
         f"num_layers is {num_layers}, not 1": num_layers != 1,
-        f"it reads {len(layers)} of the target's states, not {NUM_STATES}": len(layers) != NUM_STATES,
         f"capture_layers {list(layers)} are not ascending, as engines collect them": list(layers)
         != sorted(set(layers)),
         f"capture_layers has {target.num_layers}, the state behind the target's final norm": target.num_layers
@@ -50,11 +49,16 @@ def obstacles(drafter: Any, target: Target) -> dict[str, bool]:
     }
 
 
-def options_beyond_the_paper(drafter: Any) -> dict[str, bool]:
-    """Options that only vLLM and speculators know."""
-    return {f"{name} is true": bool(getattr(drafter, name, False)) for name in ("fc_norm", "norm_output")} | {
-        "norm_before_residual is true": _norm_before_residual(drafter)
-    }
+def other_count(drafter: Any) -> dict[str, bool]:
+    """A number of captured states that only vLLM's own format can tell."""
+    count = len(drafter.capture_layers)
+    return {f"it reads {count} of the target's states, not {NUM_STATES}": count != NUM_STATES}
+
+
+def beyond_the_paper(drafter: Any) -> dict[str, bool]:
+    """Options and sizes that only vLLM knows, and speculators in part."""
+    options = {f"{name} is true": bool(getattr(drafter, name, False)) for name in ("fc_norm", "norm_output")}
+    return {**options, "norm_before_residual is true": _norm_before_residual(drafter), **other_count(drafter)}
 
 
 def _norm_before_residual(drafter: Any) -> bool:
@@ -120,14 +124,14 @@ def llama_config(drafter: Any, target: Target, architecture: str) -> Config:
     return llama.config_of(drafter.config, target, drafter.fc.weight.dtype, architecture)
 
 
-def manifest(config: Config, names: set[str], keys: tuple[str, ...]) -> Manifest:
+def manifest(config: Config, names: set[str], keys: tuple[str, ...], num_states: int = NUM_STATES) -> Manifest:
     """The tensors of an EAGLE-3 drafter, whose keys `config` has side by side; `names` spell its layer's name."""
     layer = LAYER if any(name.startswith(LAYER) for name in names) else MIDLAYER
     size, vocab_size = config["hidden_size"], config["vocab_size"]
     draft_size = config.get("draft_vocab_size") or vocab_size
     read = config.get("target_hidden_size") or size
     shapes: Shapes = {
-        "fc.weight": (size, NUM_STATES * read),
+        "fc.weight": (size, num_states * read),
         "norm.weight": (size,),
         "lm_head.weight": (draft_size, size),
         "d2t": (draft_size,),
@@ -136,7 +140,7 @@ def manifest(config: Config, names: set[str], keys: tuple[str, ...]) -> Manifest
         **llama.shapes(config, layer, _NORMS, reads=2 * size),
     }
     if config.get("fc_norm"):
-        shapes |= {f"fc_norm.{index}.weight": (read,) for index in range(NUM_STATES)}
+        shapes |= {f"fc_norm.{index}.weight": (read,) for index in range(num_states)}
     optional = {"t2d", _EMBEDDING} | ({"d2t"} if draft_size == vocab_size else set())
     return Manifest(shapes, keys, {"d2t": torch.int64, "t2d": torch.bool}, frozenset(optional))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.checkpoint import layout, llama, native
+from models.checkpoint import layout, llama, native, snippets
 from models.checkpoint.layout import Config, Manifest, dtype_keys
 from models.drafter.distilled_lm import DistilledLM, SharedEmbedding
 from models.drafter.draft_lm import DraftLM
@@ -23,6 +23,7 @@ from models.target.head import Head
 from models.vocab import DraftVocab
 
 _NAME = "hf_causal_lm"
+USE = f"{snippets.TRANSFORMERS}\n{snippets.vllm('draft_model')}"
 _KEYS = ("architectures", "model_type", "vocab_size", "dtype")
 _GENERATION = "generation_config.json"
 _LEFT_OUT = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
@@ -152,4 +153,8 @@ def load(folder: Path, target: Target) -> Any:
 def recognises(config: Config, names: set[str]) -> bool:
     """A causal language model of transformers."""
     causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.get("architectures") or ())
-    return causal and not names & {"fc.weight", "eh_proj.weight"} and any("embed" in n or "wte" in n for n in names)
+    drafts = any(part in name for name in names for part in ("eh_proj", "input_proj")) or names & {
+        "fc.weight",
+        "mtp.fc.weight",
+    }
+    return causal and not drafts and any("embed" in name or "wte" in name for name in names)

@@ -57,6 +57,7 @@ class Contents:
 
 # What a config.json and the names that there are foretell: the names only choose between two spellings of one thing.
 Foretell = Callable[[Config, set[str]], Manifest]
+Mine = Callable[[Config, str], bool]  # whether a tensor of that name is the drafter's
 
 
 def require(name: str, drafter: Any, kinds: tuple[type, ...], obstacles: Mapping[str, bool]) -> None:
@@ -86,29 +87,32 @@ def write(
     foretell: Foretell,
     record: Config,
     card: str,
+    file: str = TENSORS,
+    mine: Mine = lambda config, name: True,
     also: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a folder, whole or not at all, and only if what is then on disk is what `foretell` says of its config.
 
     `record` is native's description of the drafter with the format's name as its `layout`; `also` writes further
-    files. Raises UserError that names every tensor and key that is missing, unread or of another shape or dtype.
+    files, of which those named above are then replaced. Raises UserError that names every tensor and key that is
+    missing, unread or of another shape or dtype.
     """
     with atomic_folder(folder) as temporary:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(plain, temporary / TENSORS, metadata={"format": "pt"})
-        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        (temporary / "README.md").write_text(card)
-        kept = {**record, "config": config, "tensors": sorted(plain), "sha256": sha256(temporary / TENSORS)}
-        (temporary / RECORD).write_text(json.dumps(kept, indent=2) + "\n")
         if also is not None:
             also(temporary)
-        found = read(temporary, foretell)
+        save_file(plain, temporary / file, metadata={"format": "pt"})
+        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        (temporary / "README.md").write_text(card)
+        kept = {**record, "config": config, "tensors": sorted(plain), "file": file, "sha256": sha256(temporary / file)}
+        (temporary / RECORD).write_text(json.dumps(kept, indent=2) + "\n")
+        found = read(temporary, foretell, mine=mine)
         different = [name for name, tensor in plain.items() if not torch.equal(found.tensors[name], tensor)]
         if different:
             raise UserError(f"{str(folder)!r} was written with other values in {', '.join(different)}.")
 
 
-def read(folder: Path, foretell: Foretell, *, mine: Callable[[str], bool] = lambda name: True) -> Contents:
+def read(folder: Path, foretell: Foretell, *, mine: Mine = lambda config, name: True) -> Contents:
     """Read a folder whose tensors are those that `foretell` says of its config.json.
 
     Tensors whose names are not `mine` are somebody else's. Raises UserError that names all that is missing, unread, or
@@ -117,7 +121,7 @@ def read(folder: Path, foretell: Foretell, *, mine: Callable[[str], bool] = lamb
     config, record = read_json(folder / CONFIG, folder), _record(folder)
     if record is not None:
         refuse_changes(folder / CONFIG, record["config"], config)
-    tensors = {name: tensor for name, tensor in read_tensors(folder).items() if mine(name)}
+    tensors = {name: tensor for name, tensor in read_tensors(folder).items() if mine(config, name)}
     manifest = _foretold(foretell, config, set(tensors), folder)
     problems = [f"config.json lacks {key}" for key in manifest.keys if record is not None and key not in config]
     known = set() if record is None else set(record["tensors"])
@@ -126,8 +130,9 @@ def read(folder: Path, foretell: Foretell, *, mine: Callable[[str], bool] = lamb
         raise UserError(f"{str(folder)!r} does not fit its format: {'; '.join(problems)}.")
     if record is None:
         return Contents(folder, config, tensors, None)
-    if sha256(folder / TENSORS) != record["sha256"]:
-        raise UserError(f"{str(folder / TENSORS)!r} was altered after the export: it has another sha256.")
+    file = folder / record["file"]
+    if sha256(file) != record["sha256"]:
+        raise UserError(f"{str(file)!r} was altered after the export: it has another sha256.")
     return Contents(folder, config, tensors, native.export_of(record))
 
 
@@ -173,7 +178,7 @@ def _record(folder: Path) -> Config | None:
     if not (folder / RECORD).exists():
         return None
     record = native.read_config(folder / RECORD)
-    for key, kind in (("layout", str), ("config", dict), ("tensors", list)):
+    for key, kind in (("layout", str), ("config", dict), ("tensors", list), ("file", str)):
         if not isinstance(record.get(key), kind):
             raise UserError(f"{str(folder / RECORD)!r} is damaged: {key} is {record.get(key)!r}.")
     return record

@@ -8,11 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint import eagle1, layout, native
+from models.checkpoint import eagle1, layout, native, snippets
 from models.checkpoint.layout import Config, Manifest
 from models.target import Target
 
 _NAME = "safeailab_eagle"
+USE = snippets.safeailab(", use_eagle3=False")
 _ARCHITECTURE = "LlamaForCausalLM"
 SCALINGS = ("default", "linear", "dynamic")  # of RoPE, that SafeAILab's layers know
 

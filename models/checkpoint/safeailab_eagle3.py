@@ -8,12 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint import eagle3, layout, llama, native
+from models.checkpoint import eagle3, layout, llama, native, snippets
 from models.checkpoint.layout import Config, Manifest
 from models.checkpoint.safeailab_eagle import SCALINGS
 from models.target import Target
 
 _NAME = "safeailab_eagle3"
+USE = snippets.safeailab(", use_eagle3=True")
 _ARCHITECTURE = "LlamaForCausalLM"
 _KEYS = (*llama.KEYS, "draft_vocab_size")
 
@@ -35,7 +36,7 @@ def save(drafter: Any, target: Target, export: native.Export, folder: Path, card
     }
     eagle3.save(
         _NAME, drafter, target, export, folder, card,
-        foretell=manifest, config=config, more_obstacles={**eagle3.options_beyond_the_paper(drafter), **obstacles},
+        foretell=manifest, config=config, more_obstacles={**eagle3.beyond_the_paper(drafter), **obstacles},
     )  # fmt: skip
 
 
@@ -54,4 +55,4 @@ def load(folder: Path, target: Target) -> Any:
 def recognises(config: Config, names: set[str]) -> bool:
     """EAGLE-3's layer under a plain Llama's name."""
     fused = any(name.endswith(".hidden_norm.weight") for name in names)
-    return _ARCHITECTURE in config.get("architectures", [_ARCHITECTURE]) and "fc.weight" in names and fused
+    return _ARCHITECTURE in (config.get("architectures") or [_ARCHITECTURE]) and "fc.weight" in names and fused

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint import eagle1, layout, native
+from models.checkpoint import eagle1, layout, native, snippets
 from models.checkpoint.layout import Config, Manifest
 from models.target import Target
 
 _NAME = "sglang_eagle"
+USE = snippets.sglang("EAGLE")
 _ARCHITECTURE = "LlamaForCausalLMEagle"
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint import eagle3, layout, llama, native
+from models.checkpoint import eagle3, layout, llama, native, snippets
 from models.checkpoint.layout import Config, Manifest
 from models.target import Target
 
 _NAME = "sglang_eagle3"
+USE = snippets.sglang("EAGLE3")
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
 _KEYS = (*llama.KEYS, "draft_vocab_size", "target_hidden_size", "eagle_config")
 
@@ -32,7 +33,7 @@ def save(drafter: Any, target: Target, export: native.Export, folder: Path, card
     lowest = {"capture_layers has 0, the embedding, which SGLang does not capture": 0 in drafter.capture_layers}
     eagle3.save(
         _NAME, drafter, target, export, folder, card,
-        foretell=manifest, config=config, more_obstacles={**eagle3.options_beyond_the_paper(drafter), **lowest},
+        foretell=manifest, config=config, more_obstacles={**eagle3.beyond_the_paper(drafter), **lowest},
     )  # fmt: skip
 
 
@@ -57,4 +58,4 @@ def load(folder: Path, target: Target) -> Any:
 def recognises(config: Config, names: set[str]) -> bool:
     """The architecture that vLLM and SGLang share, with layer ids, which they read differently."""
     ids = (config.get("eagle_config") or {}).get(eagle3.IDS)
-    return _ARCHITECTURE in config.get("architectures", ()) and "fc.weight" in names and ids is not None
+    return _ARCHITECTURE in (config.get("architectures") or ()) and "fc.weight" in names and ids is not None

@@ -8,12 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint import eagle3, layout, llama, native
+from models.checkpoint import eagle3, layout, llama, native, snippets
 from models.checkpoint.layout import Config, Manifest
 from models.target import Target
 
 _NAME = "speculators_eagle3"
 _KIND = "eagle3"
+USE = f"{snippets.vllm(_KIND)}\n{snippets.SPECULATORS}"
 _KEYS = ("architectures", "speculators_model_type", "transformer_layer_config", "speculators_config",
          "draft_vocab_size", "target_hidden_size", "norm_before_residual", eagle3.IDS, "dtype",
          "tie_word_embeddings")  # fmt: skip
@@ -61,7 +62,7 @@ def save(drafter: Any, target: Target, export: native.Export, folder: Path, card
     }
     eagle3.save(
         _NAME, drafter, target, export, folder, card,
-        foretell=manifest, config=config, more_obstacles={}, layer=eagle3.LAYER,
+        foretell=manifest, config=config, more_obstacles=eagle3.other_count(drafter), layer=eagle3.LAYER,
     )  # fmt: skip
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint import eagle3, layout, llama, native
+from models.checkpoint import eagle3, layout, llama, native, snippets
 from models.checkpoint.layout import Config, Manifest
 from models.target import Target
 
 _NAME = "vllm_eagle3"
+USE = snippets.vllm("eagle3")
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _KEYS = (*llama.KEYS, "draft_vocab_size", "target_hidden_size", "norm_before_residual", "fc_norm", "norm_output",
          "eagle_config")  # fmt: skip
@@ -17,7 +18,8 @@ _KEYS = (*llama.KEYS, "draft_vocab_size", "target_hidden_size", "norm_before_res
 
 def manifest(config: Config, names: set[str]) -> Manifest:
     """What a folder with such a config.json must hold."""
-    return eagle3.manifest(config, names, _KEYS)
+    ids = (config.get("eagle_config") or {}).get(eagle3.IDS)
+    return eagle3.manifest(config, names, _KEYS, len(ids) if ids else eagle3.NUM_STATES)
 
 
 def save(drafter: Any, target: Target, export: native.Export, folder: Path, card: str) -> None:
@@ -51,4 +53,4 @@ def load(folder: Path, target: Target) -> Any:
 
 def recognises(config: Config, names: set[str]) -> bool:
     """The architecture that vLLM and SGLang share; without layer ids, both read the same."""
-    return ARCHITECTURE in config.get("architectures", ()) and "fc.weight" in names
+    return ARCHITECTURE in (config.get("architectures") or ()) and "fc.weight" in names

@@ -4,6 +4,8 @@ blocks.{i}.layers.{j}.weight (D, D) and .bias (D,), lm_heads.{i}.weight (Vd, D);
 token_map (Vd,) holds the target's tokens. With original_lm_head all heads share lm_heads.0. vLLM renames every key of
 config.json that has "num" and "heads" or "layers" in it: there are no others of that kind.
 
+vLLM 0.32 loads a reduced vocabulary with original_lm_head only: it makes other heads as large as the whole one.
+
 D hidden size, Vd draft vocabulary.
 """
 
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 
-from models.checkpoint import layout, native
+from models.checkpoint import layout, native, snippets
 from models.checkpoint.layout import Config, Contents, Manifest, Shapes, dtype_keys
 from models.drafter.medusa import MedusaDrafter
 from models.errors import UserError
@@ -22,6 +24,7 @@ from models.target import Target
 from models.vocab import DraftVocab
 
 _NAME = "vllm_medusa"
+USE = snippets.vllm("medusa")
 _KEYS = ("architectures", "model_type", "hidden_size", "vocab_size", "num_heads", "num_hidden_layers",
          "truncated_vocab_size", "medusa_fc_bias", "original_lm_head", "dtype")  # fmt: skip
 _MAP, _SHARED = "token_map", "lm_heads.0.weight"
@@ -48,8 +51,14 @@ def manifest(config: Config, names: set[str]) -> Manifest:
 
 def save(drafter: Any, target: Target, export: native.Export, folder: Path, card: str) -> None:
     """Write the folder. Raises UserError for a drafter that vLLM would compute otherwise."""
-    layout.require(_NAME, drafter, (MedusaDrafter,), layout.obstacles_of_target(target, embedding=False))
-    tensors, shared = dict(drafter.state_dict()), not hasattr(drafter, "lm_heads")
+    shared = not hasattr(drafter, "lm_heads")
+    unloadable = {
+        "vLLM loads heads of their own only with the whole vocabulary (use drafter.model.unembedding=shared, or "
+        "draft_vocab_size=null)": drafter.vocab.reduced and not shared
+    }
+    obstacles = {**layout.obstacles_of_target(target, embedding=False), **unloadable}
+    layout.require(_NAME, drafter, (MedusaDrafter,), obstacles)
+    tensors = dict(drafter.state_dict())
     dtype = next(iter(tensors.values())).dtype
     if shared:
         tensors[_SHARED] = target.head.rows(drafter.vocab.token_ids).weight.to(dtype)
