@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -235,11 +234,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def tensor_names(folder: Path) -> set[str]:
     """The names of all tensors, without reading them."""
-    found: set[str] = set()
-    for file in _files(folder):
-        with safe_open(file, framework="pt") as opened:
-            found |= set(opened.keys())
-    return found
+    return {name for file in _files(folder) for name in native.tensor_names(file)}
 
 
 def _files(folder: Path) -> list[Path]:

@@ -81,6 +81,8 @@ def save(
     config = json.loads(target.model.config.to_json_string(use_diff=False))
     config = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
     config["architectures"] = [type(target.model).__name__]
+    if "rope_theta" in (config.get("rope_parameters") or {}):
+        config |= llama.rope_keys(config["rope_parameters"])
     config |= {**(spelling.config or {}), "num_nextn_predict_layers": 1, **dtype_keys(dtype)}
     tensors = {name: tensor.to(dtype) for name, tensor in _theirs(spelling, drafter, target, config).items()}
     layout.write(

@@ -12,6 +12,8 @@ import difflib
 import importlib
 import inspect
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -274,9 +276,21 @@ def _vocab(d2t: Tensor | None, size: int, target: Target, folder: Path) -> Draft
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a safetensors file. Raises UserError where it is missing, damaged or cut short."""
+    with _opened(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+
+def tensor_names(path: Path) -> set[str]:
+    """The names of a safetensors file's tensors, none of which is read. Raises UserError as `read_tensors` does."""
+    with _opened(path) as file:
+        return set(file.keys())
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            yield file
     except FileNotFoundError as error:
         raise UserError(f"{str(path)!r} is missing.") from error
     except (OSError, SafetensorError, ValueError) as error:
