@@ -7,6 +7,7 @@ tokens as we would. An embedding and a head that are the target's are written ou
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ def _product(wide: Tensor, narrow: Tensor | None) -> Tensor:
 
 
 def read(folder: Path) -> native.Export:
-    """What the folder says of itself."""
+    """What the folder says of itself; the drafter is a draft model, whatever it was trained as."""
+    model = {"_target_": _LM, "name_or_path": str(folder)}
     if layout.recorded_format(folder) is not None:
         contents = layout.read(folder, manifest)
         record = layout.read_json(folder / layout.RECORD, folder)
@@ -132,9 +134,8 @@ def read(folder: Path) -> native.Export:
             folder / _GENERATION, record["generation_config"], layout.read_json(folder / _GENERATION, folder)
         )
         assert contents.export is not None
-        return contents.export
+        return replace(contents.export, model=model)
     layout.read_json(folder / layout.CONFIG, folder)
-    model = {"_target_": _LM, "name_or_path": str(folder)}
     depth = _DEFAULT_DEPTH
     if (folder / _GENERATION).exists():
         depth = layout.read_json(folder / _GENERATION, folder).get("num_assistant_tokens") or depth

@@ -166,7 +166,7 @@ class PlainEngine:
         self.embedding = self.target.model.get_input_embeddings().weight
 
     def states(self, ids: list[int]) -> tuple[Tensor, ...]:
-        """transformers' own hidden_states of the text, (S, D) each: entering layer 0, 1, .., and what the head reads."""
+        """transformers' own hidden_states of the text, (S, D) each: those entering layer 0, 1, ..; last the head's."""
         with torch.no_grad():
             found = self.target.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
         return tuple(state[0] for state in found)
@@ -283,20 +283,37 @@ def medusa(engine: PlainEngine, ids: list[int], num_tokens: int) -> tuple[Tensor
     return torch.stack(laws), [int(law.argmax()) for law in laws]
 
 
-def mimo(engine: PlainEngine, ids: list[int], num_tokens: int) -> tuple[Tensor, list[int]]:
-    """MiMo: [state; emb], the first row's embedding zero, biased queries, keys and values, and a last norm."""
-    prefix = "model.mtp_layers.0."
+@dataclass(frozen=True)
+class MTPNames:
+    """How a multi-token prediction module is spelt: what its tensors begin with, and its parts."""
+
+    prefix: str
+    token_norm: str
+    state_norm: str
+    projection: str
+    last_norm: str
+    layer: str = ""
+    state_first: bool = False
+    hides_first: bool = True
+    centred: bool = False  # norms multiply by 1 + weight
+
+
+def mtp(engine: PlainEngine, ids: list[int], num_tokens: int, names: MTPNames) -> tuple[Tensor, list[int]]:
+    """A sequential module, whose output behind the last norm is both read by the target's head and fed back."""
+    if names.centred:
+        engine.tensors = {k: t + 1 if "norm" in k else t for k, t in engine.tensors.items()}
+    layer = f"{names.prefix}{names.layer}"
 
     def step(tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         embedded = engine.embedding[tokens].clone()
-        embedded[0] = 0
-        parts = [
-            engine.norm(states, f"{prefix}hidden_layernorm.weight"),
-            engine.norm(embedded, f"{prefix}token_layernorm.weight"),
-        ]
-        x = engine.linear(torch.cat(parts, dim=-1), f"{prefix}input_proj")
-        x = engine.behind(engine.norm(x, f"{prefix}input_layernorm.weight"), x, prefix)
-        x = engine.norm(x, f"{prefix}final_layernorm.weight")
+        if names.hides_first:
+            embedded[0] = 0
+        token = engine.norm(embedded, f"{names.prefix}{names.token_norm}.weight")
+        state = engine.norm(states, f"{names.prefix}{names.state_norm}.weight")
+        parts = [state, token] if names.state_first else [token, state]
+        x = engine.linear(torch.cat(parts, dim=-1), f"{names.prefix}{names.projection}")
+        x = engine.behind(engine.norm(x, f"{layer}input_layernorm.weight"), x, layer)
+        x = engine.norm(x, f"{names.prefix}{names.last_norm}.weight")
         return engine.head @ x[-1], x
 
     return chain(engine.states(ids[:-1])[-1], ids, num_tokens, step)

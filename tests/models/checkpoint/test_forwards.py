@@ -14,7 +14,7 @@ from torch import Tensor
 from models.target import Target
 from tests.helpers import formats
 from tests.helpers.drafters import EXACT
-from tests.helpers.formats import CASES, IDS, TOKENS, Case, PlainEngine, drafted
+from tests.helpers.formats import CASES, IDS, TOKENS, Case, MTPNames, PlainEngine, drafted
 
 
 def vllm_layers(config: dict[str, Any], target: Target) -> list[int]:
@@ -45,9 +45,19 @@ ENGINES = {
     "sglang_eagle": formats.eagle,
     "vllm_medusa": formats.medusa,
     "fasterdecoding_medusa": formats.medusa,
-    "mimo_mtp": formats.mimo,
 }
-KNOWN = [case for case in CASES if case.format in {*LAYERS, *ENGINES} and not case.save]
+# The target of four layers has its module as layer 4.
+MODULES = {
+    "deepseek_mtp": MTPNames("model.layers.4.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "mimo_mtp": MTPNames(
+        "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", state_first=True
+    ),
+    "qwen3_next_mtp": MTPNames(
+        "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.",
+        hides_first=False, centred=True,
+    ),
+}  # fmt: skip
+KNOWN = [case for case in CASES if case.format in {*LAYERS, *ENGINES, *MODULES} and not case.save]
 
 
 def by_engine(case: Case, folder: Path) -> tuple[Tensor, list[int]]:
@@ -55,6 +65,8 @@ def by_engine(case: Case, folder: Path) -> tuple[Tensor, list[int]]:
     engine = PlainEngine(folder, target)
     if case.format in LAYERS:
         return formats.eagle3(engine, IDS, TOKENS, LAYERS[case.format](engine.config, target))
+    if case.format in MODULES:
+        return formats.mtp(engine, IDS, TOKENS, MODULES[case.format])
     return ENGINES[case.format](engine, IDS, TOKENS)
 
 
