@@ -68,8 +68,8 @@ def with_start(options: Options) -> Options:
     theirs, ours = (found["_target_"].rpartition(".")[2] for found in (model, drafter["model"]))
     if theirs != ours:
         raise UserError(
-            f"init_from={str(folder)!r} holds a {theirs}, but +drafter={drafter['name']} is a {ours}. (A language model "
-            "is started from by drafter.model.name_or_path.)"
+            f"init_from={str(folder)!r} holds a {theirs}, but +drafter={drafter['name']} is a {ours}. (A draft model "
+            "starts from a Hugging Face folder by drafter.model.name_or_path.)"
         )
     if drafter["training"] is None:
         raise UserError(f"init_from is a start for training, but drafter {drafter['name']!r} is not trained.")
