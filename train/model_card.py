@@ -19,7 +19,9 @@ intervals over prompts."""
 _INT8 = "- Weights: int8 with a scale for each row of a matrix; loading turns them back into floating point.\n"
 
 
-_LICENCES = {"tiny": "Apache-2.0", "smollm2": "Apache-2.0"}  # of the targets that come with the project or a package
+# Of the targets that come with the project or a package.
+_LICENCES = {"tiny": "Apache-2.0", "smollm2": "Apache-2.0"}
+_PLACES = {"tiny": "models/target/tiny", "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 _TITLE = "## Measured"
 
 
@@ -63,7 +65,8 @@ def engine_card(export: Export, format_name: str, measured: str, folder: Path) -
     """Markdown for an export in another engine's format; `measured` are the figures, as `figures` writes them."""
     use = format_of(format_name).USE
     target, tokens = export.target["name"] or "the target", export.num_speculative_tokens
-    for part, value in zip(snippets.PARTS, (target, folder, tokens, tokens + 1), strict=True):
+    place = _PLACES.get(export.target["load"].get("source"), target)
+    for part, value in zip(snippets.PARTS, (place, folder, tokens, tokens + 1), strict=True):
         use = use.replace(part, str(value))
     known = export.provenance or {}
     made = f"{_made_by(known)}. The whole configuration is in" if known else "another project; what is known is in"

@@ -319,6 +319,7 @@ def run_job(options: Options, run: Path) -> None:
     if (run / "acceptance.json").exists():
         before = measured_before((folder / "README.md").read_text())
         print(f"this run is finished; to train again choose another run_name, or delete {run}\n{before}")
+        print(f"in another engine's format: python train/export.py export={folder} format=NAME")
         return
     target = open_target(options)
     print(f"target {target.name!r}, run folder {run}")

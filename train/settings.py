@@ -24,7 +24,7 @@ from models.tree import StaticTree
 
 Options = dict[str, Any]
 # What may differ between a run and its resumption: nothing here changes the weights.
-_FREE = ("debug", "logger", "output_root", "run_name", "measure")
+_FREE = ("debug", "logger", "output_root", "run_name", "measure", "export")
 
 
 def instantiate(config: Options, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +195,10 @@ def record_data(manifest: Options, run: Path) -> None:
 
 
 def _fixed(options: Options) -> Options:
-    return {key: value for key, value in options.items() if key not in _FREE}
+    fixed = {key: value for key, value in options.items() if key not in _FREE}
+    if fixed.get("init_from", 0) is None:
+        del fixed["init_from"]  # a run from nothing is the same one as before there was this setting
+    return fixed
 
 
 def _flat(options: Options, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -60,6 +60,24 @@ def test_the_command_writes_a_folder_with_a_card(made: Path, tiny: Target, capsy
     assert "TARGET" not in card and "FOLDER" not in card
 
 
+def test_the_snippet_for_transformers_runs(
+    tiny: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"_target_": "models.drafter.distilled_lm.DistilledLM", "start": "first_layers", "num_layers": 2}
+    torch.manual_seed(0)
+    drafter = native.build(model, tiny, DraftVocab(tiny.vocab_size))
+    place = {"name": tiny.name, "fingerprint": tiny.fingerprint, "load": {"source": "tiny"}}
+    provenance = {"versions": {}, "data": None, "command": "python", "git_revision": "none"}
+    native.save(drafter, native.Export("lm", model, place, 3, provenance), drafter.vocab, tmp_path / "export", "")
+    run(export, "export", f"export={tmp_path / 'export'}", "format=hf_causal_lm")
+    card = (tmp_path / "hf_causal_lm" / "README.md").read_text()
+    assert '"method": "draft_model"' in card
+    capsys.readouterr()
+    monkeypatch.chdir(ROOT.parent)
+    exec(card.partition("```python\n")[2].partition("```")[0], {})
+    assert capsys.readouterr().out.startswith("def main(")
+
+
 def test_what_it_wrote_is_measured_and_converted(made: Path, tmp_path: Path) -> None:
     run(export, "export", f"export={made}", "format=vllm_eagle", f"output={tmp_path / 'a'}")
     run(export, "export", f"export={tmp_path / 'a'}", "format=sglang_eagle", f"output={tmp_path / 'b'}")
