@@ -28,7 +28,7 @@ _SPELLING = Spelling(
     state_first=True,
     biased=True,
     model_types=("qwen2", "mimo"),
-    config={"architectures": ["MiMoForCausalLM"], "model_type": "mimo"},
+    config={"architectures": ["MiMoForCausalLM"]},  # and the model type stays qwen2: transformers knows no mimo
 )
 USE = snippets.inside_the_target(
     'vLLM: `LLM(model=FOLDER, speculative_config={"method": "mtp", "num_speculative_tokens": 1})`.'
