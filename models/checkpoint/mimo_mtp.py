@@ -1,7 +1,8 @@
 """Multi-token prediction under MiMo's names, for targets of Qwen2's shape: vLLM loads it, {"method": "mtp"}.
 
 model.mtp_layers.0.{token_layernorm,hidden_layernorm,input_proj,final_layernorm} and the layer's own, with biases of
-queries, keys and values, which are zeros here. The projection reads [state; emb].
+queries, keys and values, which are zeros here. The projection reads [state; emb], and the state is the target's as it
+enters the final norm: vLLM's MiMo hands it over so.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ _SPELLING = Spelling(
     },
     layer="",
     hides_first=True,
+    before_norm=True,
     state_first=True,
     biased=True,
-    model_types=("qwen2", "mimo"),
+    model_types=("qwen2",),
     config={"architectures": ["MiMoForCausalLM"]},  # and the model type stays qwen2: transformers knows no mimo
 )
 USE = snippets.inside_the_target(

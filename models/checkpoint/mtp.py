@@ -44,6 +44,7 @@ class Spelling:
     parts: dict[str, str]  # our names of a block's parts to theirs
     layer: str  # what the decoder layer's tensors begin with
     hides_first: bool  # whether the first row's token is hidden
+    before_norm: bool = False  # whether it reads the state that enters the target's final norm
     state_first: bool = False  # whether the projection reads [state; emb]
     centred_norms: bool = False  # whether norms multiply by 1 + weight
     biased: bool = False  # whether queries, keys and values have biases; ours are zeros
@@ -114,6 +115,7 @@ def _obstacles(spelling: Spelling, drafter: SequentialMTP, target: Target) -> di
     own, wanted = drafter.config, layer_config(target, 1)
     other = [key for key in _SIZES if getattr(own, key) != getattr(wanted, key)]
     layers, kind = own.num_hidden_layers, target.config.model_type
+    found, where = drafter.before_norm, "as it enters" if spelling.before_norm else "behind"
     return {
         f"num_blocks is {len(drafter.blocks)}, not 1": len(drafter.blocks) != 1,
         f"num_layers is {layers}, not 1": layers != 1,
@@ -121,6 +123,8 @@ def _obstacles(spelling: Spelling, drafter: SequentialMTP, target: Target) -> di
         != (target.num_layers,),
         f"hide_first is {drafter.hide_first}, and engines do{'' if spelling.hides_first else ' not'} hide the first "
         "row's token there": drafter.hide_first != spelling.hides_first,
+        f"before_norm is {found}, and engines read the state {where} the target's final norm": found
+        != spelling.before_norm,
         "its draft vocabulary is reduced (train with draft_vocab_size=null)": drafter.vocab.reduced,
         f"its {', '.join(other)} are not the target's, from which engines take them": bool(other),
         f"the target is a {kind}, and this is a part of {' or '.join(spelling.model_types)}": bool(spelling.model_types)
@@ -168,6 +172,7 @@ def _model_of(spelling: Spelling, config: Config) -> Config:
         "num_blocks": 1,
         "num_layers": 1,
         "hide_first": spelling.hides_first,
+        "before_norm": spelling.before_norm,
         **llama.arguments(config),
     }
 

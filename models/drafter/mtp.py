@@ -7,7 +7,8 @@ by itself: it then reads its keys of the step before that, and those of its own 
 recursively (FastMTP, 2509.18362), and drafts any number of tokens.
 
 What is handed on went through the norm, as engines do it for Qwen3-Next's, MiMo's and DeepSeek's modules. vLLM hides
-the token of the first row of all from DeepSeek's and MiMo's: `hide_first` does so too.
+the token of the first row of all from DeepSeek's and MiMo's: `hide_first` does so too. MiMo's module reads the target's
+state as it enters the final norm; `before_norm` reads it so but for its length, which the block's own norm removes.
 
 B batch, S rows, R committed rows, Q new nodes, n nodes so far, K blocks, D hidden size, Vd draft vocabulary, W slots.
 """
@@ -71,11 +72,13 @@ class SequentialMTP(MultiTokenDrafter):
         num_layers: int = 1,
         capture_layers: Sequence[int] | None = None,
         hide_first: bool = False,
+        before_norm: bool = False,
         **sizes: Unpack[LayerShape],
     ) -> None:
         config = layer_config(target, num_layers, **sizes)
         super().__init__(target, vocab, config, capture_layers)
         self.hide_first = hide_first
+        self._final_norm = (_final_norm(target),) if before_norm else ()  # in a tuple: the target's, and frozen
         if num_blocks < 1:
             raise UserError(f"drafter.model.num_blocks is {num_blocks}: it must be at least 1.")
         self.blocks = nn.ModuleList(MTPBlock(config, index) for index in range(num_blocks))
@@ -85,6 +88,18 @@ class SequentialMTP(MultiTokenDrafter):
         """The block of a step: the last one for all that come after it."""
         found: MTPBlock = self.blocks[min(step, len(self.blocks) - 1)]  # type: ignore[assignment]
         return found
+
+    @property
+    def before_norm(self) -> bool:
+        """Whether the target's state is read as it enters the final norm."""
+        return bool(self._final_norm)
+
+    def read(self, hidden: Tensor | None) -> Tensor:
+        """As `MultiTokenDrafter` does, without the factors of the target's final norm where `before_norm` says so."""
+        assert hidden is not None
+        for norm in self._final_norm:
+            hidden = hidden / norm.weight
+        return super().read(hidden)
 
     def embed_rows(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Embeddings of tokens (B, S) of rows at `positions` (B or 1, S); zeros for the first, where it is hidden."""
@@ -134,6 +149,16 @@ class SequentialMTP(MultiTokenDrafter):
             hidden = self.block(index).step(embedded, hidden, positions, state.cache, mask)
             outputs.append(hidden)
         state.close(committed.lengths, outputs)
+
+
+def _final_norm(target: Target) -> Any:
+    """The target's last norm. Raises UserError for one that is no x / rms(x) · weight."""
+    norm = getattr(target.model.base_model, "norm", None)
+    weight = getattr(norm, "weight", None)
+    plain = isinstance(weight, Tensor) and getattr(norm, "bias", None) is None and hasattr(norm, "variance_epsilon")
+    if not plain:
+        raise UserError(f"drafter.model.before_norm: the final norm of target {target.name!r} is no plain RMSNorm.")
+    return norm
 
 
 def _without_first(mask: Tensor | None, positions: Tensor, width: int, count: int) -> Tensor:

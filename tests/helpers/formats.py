@@ -79,8 +79,8 @@ CASES = [
     Case("deepseek_mtp", MTP, {"hide_first": True}),
     Case("deepseek_mtp", MTP, {"hide_first": True}, save={"stitch": True}),
     Case("qwen3_next_mtp", MTP),
-    Case("mimo_mtp", MTP, {"hide_first": True}, target="qwen2"),
-    Case("mimo_mtp", MTP, {"hide_first": True}, target="qwen2", save={"stitch": True}),
+    Case("mimo_mtp", MTP, {"hide_first": True, "before_norm": True}, target="qwen2"),
+    Case("mimo_mtp", MTP, {"hide_first": True, "before_norm": True}, target="qwen2", save={"stitch": True}),
 ]
 
 
@@ -170,6 +170,14 @@ class PlainEngine:
         with torch.no_grad():
             found = self.target.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
         return tuple(state[0] for state in found)
+
+    def before_norm(self, ids: list[int]) -> Tensor:
+        """What enters the target's final norm: (S, D)."""
+        found: list[Tensor] = []
+        hook = self.target.model.base_model.norm.register_forward_pre_hook(lambda module, given: found.append(given[0]))
+        self.states(ids)
+        hook.remove()
+        return found[0][0]
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + self.layer["rms_norm_eps"]).sqrt() * self.tensors[name]
@@ -295,6 +303,7 @@ class MTPNames:
     layer: str = ""
     state_first: bool = False
     hides_first: bool = True
+    before_norm: bool = False  # the target's state is read as it enters the final norm
     centred: bool = False  # norms multiply by 1 + weight
 
 
@@ -316,4 +325,5 @@ def mtp(engine: PlainEngine, ids: list[int], num_tokens: int, names: MTPNames) -
         x = engine.norm(x, f"{names.prefix}{names.last_norm}.weight")
         return engine.head @ x[-1], x
 
-    return chain(engine.states(ids[:-1])[-1], ids, num_tokens, step)
+    found = engine.before_norm(ids[:-1]) if names.before_norm else engine.states(ids[:-1])[-1]
+    return chain(found, ids, num_tokens, step)

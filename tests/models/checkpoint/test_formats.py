@@ -268,7 +268,12 @@ REFUSED = [
     ("qwen3_next_mtp", Case("", MTP, {"hide_first": True}), "hide_first is True, and engines do not hide"),
     ("deepseek_mtp", Case("", MTP, {"hide_first": True, "num_blocks": 2}), "num_blocks is 2, not 1"),
     ("deepseek_mtp", Case("", MTP, {"hide_first": True, "intermediate_size": 32}), "its intermediate_size are not"),
-    ("mimo_mtp", Case("", MTP, {"hide_first": True}), "the target is a llama, and this is a part of qwen2 or mimo"),
+    ("mimo_mtp", Case("", MTP, {"hide_first": True}), "before_norm is False, and engines read the state as it enters"),
+    (
+        "mimo_mtp",
+        Case("", MTP, {"hide_first": True, "before_norm": True}),
+        "the target is a llama, and this is a part of qwen2",
+    ),
 ]
 
 

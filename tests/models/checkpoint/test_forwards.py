@@ -50,7 +50,8 @@ ENGINES = {
 MODULES = {
     "deepseek_mtp": MTPNames("model.layers.4.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "mimo_mtp": MTPNames(
-        "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", state_first=True
+        "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm",
+        state_first=True, before_norm=True,
     ),
     "qwen3_next_mtp": MTPNames(
         "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.",
