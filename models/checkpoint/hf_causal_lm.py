@@ -110,7 +110,11 @@ def _written_out(drafter: Any, target: Target) -> tuple[Config, dict[str, Tensor
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(_config_of(config))
     first, last = (_name_of(plain, part) for part in (plain.get_input_embeddings(), plain.get_output_embeddings()))
-    tensors = {name: tensor for name, tensor in lm.model.state_dict().items() if name in plain.state_dict()}
+    held = lm.model.state_dict()
+    if isinstance(drafter, DistilledLM):  # its matrices may be products
+        base = lm.model.base_model_prefix
+        held |= {f"{base}.{name.removeprefix('model.')}": tensor for name, tensor in drafter.dense_tensors().items()}
+    tensors = {name: tensor for name, tensor in held.items() if name in plain.state_dict()}
     if shares:
         tensors[first] = _product(embedding.weight, None if embedding.narrow is None else embedding.narrow.weight.t())
         tensors[last] = _product(drafter.head.weight, None if drafter.widen is None else drafter.widen.weight)

@@ -34,6 +34,7 @@ IDS = prompts([13], VOCAB_SIZE, seed=3)[0]
 EAGLE, EAGLE3 = "models.drafter.eagle.EagleDrafter", "models.drafter.eagle3.Eagle3Drafter"
 MEDUSA, MTP = "models.drafter.medusa.MedusaDrafter", "models.drafter.mtp.SequentialMTP"
 DRAFT_LM, DISTILLED = "models.drafter.draft_lm.DraftLM", "models.drafter.distilled_lm.DistilledLM"
+LOW_RANK = {"rank": 8, "share": "layers", "train_shared": True}
 ALL_OF_EAGLE31 = {"fc_norm": True, "norm_output": True, "norm_before_residual": True}
 
 
@@ -76,6 +77,7 @@ CASES = [
     Case("hf_causal_lm", DRAFT_LM, {"num_layers": 1}),
     Case("hf_causal_lm", DISTILLED, {"start": "first_layers", "num_layers": 2, "embeddings": "shared"}),
     Case("hf_causal_lm", DISTILLED, {"num_layers": 1, "hidden_size": 32, "head_dim": 16, "embeddings": "shared"}),
+    Case("hf_causal_lm", DISTILLED, {"num_layers": 2, "low_rank": LOW_RANK}),
     Case("deepseek_mtp", MTP, {"hide_first": True}),
     Case("deepseek_mtp", MTP, {"hide_first": True}, save={"stitch": True}),
     Case("qwen3_next_mtp", MTP),
