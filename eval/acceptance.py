@@ -2,6 +2,9 @@
 
     python eval/acceptance.py export=outputs/.../export
     python eval/acceptance.py export=[A,B] prompts=FILE.jsonl temperatures=[0] num_prompts=20
+    python eval/acceptance.py export=CHECKPOINT target.source=hf target.name_or_path=FOLDER
+
+An export may be in the format of another engine, a published one too: see models/checkpoint.
 
 Prints a table, and writes acceptance.json (with provenance) and acceptance.png.
 """
@@ -32,9 +35,10 @@ def measure_exports(options: dict[str, Any]) -> list[tuple[str, Measurement]]:
     folders = [Path(f) for f in _as_list(options["export"])]
     if options["repeats"] < 1:
         raise UserError(f"repeats is {options['repeats']}: it must be at least 1.")
-    from models.checkpoint import native  # heavy imports wait until the command line is known to be right
+    from models.checkpoint import detect, target_options  # heavy imports wait until the command line is right
 
-    exports = [native.read(folder) for folder in folders]
+    modules = [detect(folder, options["format"]) for folder in folders]
+    exports = [module.read(folder) for module, folder in zip(modules, folders, strict=True)]
     from engine.loop import check_settings
     from engine.options import decode_settings
     from eval.adapted import report
@@ -45,11 +49,11 @@ def measure_exports(options: dict[str, Any]) -> list[tuple[str, Measurement]]:
     from models.files import write_json
     from models.target import load_target
 
-    wanted = {**exports[0].target["load"], **{k: v for k, v in options["target"].items() if v is not None}}
+    wanted = target_options(exports[0], options["target"], folders[0])
     output = Path(options["output"] or folders[0].parent / f"acceptance-{Path(options['prompts']).stem}")
     write_json(output / "config.json", options)  # before the long work: can it be written?
     target = load_target(**wanted)
-    drafters = [native.load(folder, target) for folder in folders]
+    drafters = [module.load(folder, target) for module, folder in zip(modules, folders, strict=True)]
     target.accelerate()
     for drafter in drafters:
         accelerate_drafter(drafter)

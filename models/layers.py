@@ -67,6 +67,13 @@ class LayerSizes(TypedDict, total=False):
     head_dim: int | None
 
 
+class LayerShape(LayerSizes, total=False):
+    """With these, layers are those of a checkpoint that was trained elsewhere, with another RoPE or norm."""
+
+    rope_parameters: dict[str, Any] | None
+    rms_norm_eps: float | None
+
+
 def layer_config(target: Target, num_layers: int, **overrides: Any) -> LlamaConfig:
     """A Llama configuration for drafter layers shaped like the target's own, but for `overrides` that are not None.
 
@@ -74,11 +81,12 @@ def layer_config(target: Target, num_layers: int, **overrides: Any) -> LlamaConf
     heads: where the target turns a part of each, LongRoPE's factors do not fit and are left out. Raises UserError for
     sizes below 1, or that do not go together, and TypeError for an override of something else.
     """
+    own_rope = overrides.pop("rope_parameters", None)
     for name, size in {"num_layers": num_layers, **overrides}.items():
         if size is not None and size <= 0:
             raise UserError(f"drafter.model.{name} is {size}: it must be at least 1.")
     c = target.config
-    rope = dict(getattr(c, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
+    rope = dict(own_rope or getattr(c, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
     rope = dict(rope.get("full_attention", rope))  # Gemma 3 keeps one per kind of attention
     rope.pop("partial_rotary_factor", None)
     heads = overrides.get("num_attention_heads") or c.num_attention_heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,11 +17,12 @@ from eval.adapted import distance
 from eval.measure import Measurement, measure
 from eval.provenance import provenance
 from eval.tree import measure_ranks, print_tree, record_of
-from models.checkpoint import native
+from models.checkpoint import format_of, native
 from models.errors import UserError
 from models.target import Target
 from models.tree import StaticTree
 from train.backbone import Backbone, backbone_of
+from train.export import write as write_format
 from train.model_card import model_card
 from train.settings import Options, measured_settings, planned_tree, temperatures
 
@@ -32,23 +34,54 @@ def export(
 
     The card gets its figures once they are measured.
     """
-    load = {k: options["target"][k] for k in ("source", "name_or_path", "dtype", "attn_implementation", "revision")}
     finished = target.finished()
-    described: Options = {"name": finished.name, "fingerprint": finished.fingerprint, "load": load}
+    about = _described(options, finished, manifest, calibrate(options, finished, drafter, validation))
     backbone, save = backbone_of(options["drafter"]["training"]), None
     if not backbone.frozen:
-        described |= _adapted(options, target, finished, validation, backbone, load)
-        save = _saving(target, finished, backbone)
-    about = native.Export(
-        name=options["drafter"]["name"],
-        model=options["drafter"]["model"],
-        target=described,
-        num_speculative_tokens=measured_settings(options, 0.0).num_speculative_tokens,
-        provenance={"config": options, "data": manifest, **provenance()},
-        tree=calibrate(options, finished, drafter, validation),
-    )
+        told = _adapted(options, target, finished, validation, backbone, about.target["load"])
+        about, save = replace(about, target=about.target | told), _saving(target, finished, backbone)
     native.save(drafter, about, drafter.vocab, folder, model_card(about, []), save)
     return about
+
+
+def _described(
+    options: Options, target: Target, manifest: Options | None, tree: Options | None = None
+) -> native.Export:
+    """What an export of this run says of itself."""
+    place = {k: options["target"][k] for k in ("source", "name_or_path", "dtype", "attn_implementation", "revision")}
+    return native.Export(
+        name=options["drafter"]["name"],
+        model=options["drafter"]["model"],
+        target={"name": target.name, "fingerprint": target.fingerprint, "load": place},
+        num_speculative_tokens=measured_settings(options, 0.0).num_speculative_tokens,
+        provenance={"config": options, "data": manifest, **provenance()},
+        tree=tree,
+    )
+
+
+def rehearse_formats(options: Options, target: Target, drafter: Any, run: Path) -> None:
+    """Write a drafter that has learnt nothing in every format that is asked for, and delete it again."""
+    described = _described(options, target, None)
+    with tempfile.TemporaryDirectory(dir=run, prefix=".rehearsal-") as folder:
+        for name in options["export"]["formats"]:
+            write_format(name, drafter, target, described, Path(folder) / name, "")
+
+
+def export_formats(
+    options: Options,
+    target: Target,
+    drafter: Any,
+    described: native.Export,
+    measured: str,
+    prompts: list[Prompt],
+    run: Path,
+) -> None:
+    """Write the drafter in every format that is asked for beside `export`, and check that each drafts as it does."""
+    for name in options["export"]["formats"]:
+        write_format(name, drafter, target, described, run / name, measured)
+        loaded = format_of(name).load(run / name, target)
+        check_parity(target, drafter, loaded, prompts, measured_settings(options, 0.0))
+        print(f"{name}: {run / name}")
 
 
 def _adapted(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 from eval.adapted import report
 from eval.measure import Measurement
+from models.checkpoint import format_of, snippets
 from models.checkpoint.native import Export
 
 _DEFINITIONS = """Acceptance rate: accepted over tested tokens. τ: tokens emitted per target pass, the extra token
@@ -17,11 +20,15 @@ intervals over prompts."""
 _INT8 = "- Weights: int8 with a scale for each row of a matrix; loading turns them back into floating point.\n"
 
 
+# Of the targets that come with the project or a package.
+_LICENCES = {"tiny": "Apache-2.0", "smollm2": "Apache-2.0"}
+_PLACES = {"tiny": "models/target/tiny", "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+_TITLE = "## Measured"
+
+
 def model_card(export: Export, measured: list[tuple[str, Measurement]]) -> str:
     """Markdown for the export's README.md; `measured` is empty before the measurement."""
-    p = export.provenance
     weights = _INT8 if export.int8 else ""
-    versions = ", ".join(f"{name} {version}" for name, version in p["versions"].items() if version)
     return f"""# {export.name} drafter for {export.target["name"]}
 
 A draft component for speculative decoding: it proposes tokens, the target checks them, and what comes out is what the
@@ -29,13 +36,12 @@ target alone would have said.
 
 - Target: `{export.target["name"]}` (fingerprint `{export.target["fingerprint"]}`; loading against another one refuses).
   The target's licence governs what may be done with both together.
-{_adapted(export)}- Trained on: {_learnt_from(p["data"])}.{_tree(export)}
-{weights}- Made by: `{p["command"]}`, revision {p["git_revision"]}, {versions}. The whole configuration is in
-  `config.json`.
+{_adapted(export)}- Trained on: {_learnt_from(export.provenance["data"])}.{_tree(export)}
+{weights}- Made by: {_made_by(export.provenance)}. The whole configuration is in `config.json`.
 
-## Measured
+{_TITLE}
 
-{_figures(measured)}
+{figures(measured)}
 
 ## Use
 
@@ -65,6 +71,64 @@ def _adapted(export: Export) -> str:
     return f"- {found}\n  The adapted target is in {place}.\n"
 
 
+def engine_card(export: Export, format_name: str, measured: str, folder: Path) -> str:
+    """Markdown for an export in another engine's format; `measured` are the figures, as `figures` writes them."""
+    use = format_of(format_name).USE
+    target, tokens = export.target["name"] or "the target", export.num_speculative_tokens
+    place = _PLACES.get(export.target["load"].get("source"), target)
+    for part, value in zip(snippets.PARTS, (place, folder, tokens, tokens + 1), strict=True):
+        use = use.replace(part, str(value))
+    known = export.provenance or {}
+    made = f"{_made_by(known)}. The whole configuration is in" if known else "another project; what is known is in"
+    return f"""# {export.name} drafter for {target}, as {format_name}
+
+A draft component for speculative decoding: it proposes tokens, the target checks them, and what comes out is what the
+target alone would have said.
+
+- Target: `{target}` (fingerprint `{export.target["fingerprint"]}`). Its licence: {licence(export.target["load"])}.
+- Drafter: `{export.model["_target_"].rpartition(".")[2]}`.
+- Trained on: {_learnt_from(known["data"]) if known else "data that this folder does not tell"}.
+- Made by: {made}
+  `draftsmith.json`, which no engine reads.
+
+{_TITLE}
+
+In our own engine, in chains of drafts. {measured}
+
+## Use
+
+{use}
+Or in our own engine:
+
+    python eval/acceptance.py export={folder}
+"""
+
+
+def measured_before(card: str) -> str:
+    """The figures in an export's card."""
+    return card.partition(f"{_TITLE}\n")[2].partition("\n## ")[0].strip() or "Not measured yet."
+
+
+def licence(load: dict[str, Any]) -> str:
+    """The licence of a target as far as it is known, from where it was loaded."""
+    if load.get("source") in _LICENCES:
+        return _LICENCES[load["source"]]
+    folder = Path(str(load.get("name_or_path") or "")).expanduser()
+    card = folder / "README.md"
+    found = re.search(r"^license: *(\S.*)$", card.read_text(errors="replace"), re.M) if card.is_file() else None
+    if found:
+        return found[1]
+    beside = next(
+        (name for name in ("LICENSE", "LICENSE.txt") if load.get("name_or_path") and (folder / name).is_file()), ""
+    )
+    return f"in its {beside}" if beside else "unknown here; see where the target comes from"
+
+
+def _made_by(provenance: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items() if version)
+    return f"`{provenance['command']}`, revision {provenance['git_revision']}, {versions}"
+
+
 def _tree(export: Export) -> str:
     if export.tree is None:
         return ""
@@ -84,7 +148,8 @@ def _learnt_from(data: dict[str, Any] | None) -> str:
     return f"{data['num_prompts']} prompts with {whose} answers (prompts `{data['prompts']}`, settings\n  `{settings}`)"
 
 
-def _figures(measured: list[tuple[str, Measurement]]) -> str:
+def figures(measured: list[tuple[str, Measurement]]) -> str:
+    """A Markdown table of what was measured, with intervals."""
     if not measured:
         return "Not measured yet."
     lines = [

@@ -23,7 +23,7 @@ from engine.loop import check_prompts, check_settings
 from eval.acceptance import write_report
 from eval.adapted import report
 from eval.table import draw, print_tables
-from models.checkpoint import native
+from models.checkpoint import detect, native
 from models.drafter import accelerate_drafter
 from models.errors import UserError
 from models.files import write_text
@@ -38,8 +38,8 @@ from train.callbacks import (
     TrainingRecord,
     quiet_lightning,
 )
-from train.exporting import check_parity, export, measure_export
-from train.model_card import model_card
+from train.exporting import check_parity, export, export_formats, measure_export, rehearse_formats
+from train.model_card import figures, measured_before, model_card
 from train.settings import (
     Options,
     answer_settings,
@@ -88,6 +88,11 @@ def rehearse(options: Options, target: Target, run: Path) -> None:
         check_settings(target, drafter, measured_settings(options, temperature))
     if (tree := planned_tree(options)) is not None:
         check_settings(target, drafter, replace(measured_settings(options, 0.0), tree=tree, verification="token"))
+    if options["export"]["formats"]:
+        size = options["draft_vocab_size"]
+        reduced = size is not None and is_trained(options) and size < target.vocab_size
+        started = _started(options, target, DraftVocab(target.vocab_size, torch.arange(size) if reduced else None))
+        rehearse_formats(options, target, started, run)
     module = _training_module(options, target, drafter) if is_trained(options) else None
     if isinstance(module, lightning.LightningModule):
         module.configure_optimizers()
@@ -99,6 +104,14 @@ def rehearse(options: Options, target: Target, run: Path) -> None:
             "a folder with trained ones where it reads one (drafter.model.name_or_path=FOLDER or "
             "drafter.model.export=FOLDER), or train it."
         )
+
+
+def _started(options: Options, target: Target, vocab: DraftVocab) -> Any:
+    """The drafter as training begins with it: that of init_from, with the vocabulary it has, or a new one."""
+    if options["init_from"] is None:
+        return native.build(options["drafter"]["model"], target, vocab)
+    folder = Path(options["init_from"]).expanduser()
+    return detect(folder).load(folder, target).train()
 
 
 def prepare_data(options: Options, target: Target) -> Prepared:
@@ -134,7 +147,7 @@ def build_drafter(options: Options, target: Target, batches: StepBatches | None)
     else:
         vocab = DraftVocab.most_frequent(batches.token_counts(target.vocab_size), options["draft_vocab_size"])
     torch.manual_seed(options["seed"])
-    drafter = native.build(options["drafter"]["model"], target, vocab)
+    drafter = _started(options, target, vocab)
     parameters = sum(p.numel() for p in drafter.parameters())
     print(
         f"drafter {options['drafter']['name']!r}: {parameters:,} parameters, "
@@ -219,8 +232,9 @@ def run_job(options: Options, run: Path) -> None:
     quiet_lightning()
     folder = run / "export"
     if (run / "acceptance.json").exists():
-        figures = (folder / "README.md").read_text().partition("## Measured\n")[2].partition("\n## ")[0]
-        print(f"this run is finished; to train again choose another run_name, or delete {run}\n{figures}")
+        before = measured_before((folder / "README.md").read_text())
+        print(f"this run is finished; to train again choose another run_name, or delete {run}\n{before}")
+        print(f"in another engine's format: python train/export.py export={folder} format=NAME")
         return
     original = open_target(options)
     print(f"target {original.name!r}, run folder {run}")
@@ -244,6 +258,7 @@ def run_job(options: Options, run: Path) -> None:
     if (adapted := report(described.target)) is not None:
         print(adapted)
     write_text(folder / "README.md", model_card(described, measured))
+    export_formats(options, target, drafter, described, figures(measured), data.test, run)
     draw(measured, run / "acceptance.png")
     write_report(options, measured, run, [described])
     print(f"export: {folder}\nmeasure it on other prompts: python eval/acceptance.py export={folder}")

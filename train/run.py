@@ -23,7 +23,7 @@ def job(config: DictConfig) -> None:
     options = plain(config)
     from train import pipeline, settings  # torch, lightning and transformers: only once the command line is right
 
-    options = settings.with_tree(options)
+    options = settings.with_start(settings.with_tree(options))
     pipeline.run_job(options, settings.run_folder(options))
 
 

@@ -17,6 +17,7 @@ from engine.options import CALIBRATED, decode_settings, describe_tree, read_tree
 from engine.settings import DecodeSettings
 from eval.provenance import provenance
 from eval.tree import comb
+from models.checkpoint import detect, format_of, native
 from models.errors import UserError
 from models.files import write_text
 from models.tree import StaticTree
@@ -24,7 +25,7 @@ from train.backbone import backbone_of
 
 Options = dict[str, Any]
 # What may differ between a run and its resumption: nothing here changes the weights.
-_FREE = ("debug", "logger", "output_root", "run_name", "measure")
+_FREE = ("debug", "logger", "output_root", "run_name", "measure", "export")
 
 
 def instantiate(config: Options, *args: Any, **kwargs: Any) -> Any:
@@ -54,6 +55,27 @@ def with_tree(options: Options) -> Options:
         return options
     tree = describe_tree(read_tree(options["decode"]["tree"]))
     return {**options, "decode": {**options["decode"], "tree": tree}}
+
+
+def with_start(options: Options) -> Options:
+    """The same options with the model of init_from in place of the drafter's, which then starts from its weights alone.
+
+    Raises UserError where the folder holds another kind of drafter.
+    """
+    if options["init_from"] is None:
+        return options
+    folder, drafter = Path(options["init_from"]).expanduser(), options["drafter"]
+    model = detect(folder).read(folder).model
+    theirs, ours = (found["_target_"].rpartition(".")[2] for found in (model, drafter["model"]))
+    if theirs != ours:
+        raise UserError(
+            f"init_from={str(folder)!r} holds a {theirs}, but +drafter={drafter['name']} is a {ours}. (A draft model "
+            "starts from a Hugging Face folder by drafter.model.name_or_path.)"
+        )
+    if drafter["training"] is None:
+        raise UserError(f"init_from is a start for training, but drafter {drafter['name']!r} is not trained.")
+    training = {**drafter["training"], **({"start": "random"} if "start" in drafter["training"] else {})}
+    return {**options, "drafter": {**drafter, "model": model, "training": training}}
 
 
 def measured_settings(options: Options, temperature: float, tree: Options | None = None) -> DecodeSettings:
@@ -112,6 +134,9 @@ def check(options: Options) -> None:
             "drafter.training.backbone.by=full trains the target's head, of which a drafter with fewer tokens has a "
             "copy: set draft_vocab_size=null."
         )
+    for name in options["export"]["formats"]:
+        if format_of(name) is native:
+            raise UserError(f"export.formats has {name!r}, which every run writes: name formats of other engines.")
 
 
 def planned_tree(options: Options) -> StaticTree | None:
@@ -176,7 +201,10 @@ def record_data(manifest: Options, run: Path) -> None:
 
 
 def _fixed(options: Options) -> Options:
-    return {key: value for key, value in options.items() if key not in _FREE}
+    fixed = {key: value for key, value in options.items() if key not in _FREE}
+    if fixed.get("init_from", 0) is None:
+        del fixed["init_from"]  # a run from nothing is the same one as before there was this setting
+    return fixed
 
 
 def _flat(options: Options, prefix: str = "") -> Iterator[tuple[str, Any]]:

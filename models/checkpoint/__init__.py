@@ -1,1 +1,70 @@
+"""Checkpoints on disk, one file for each format; a format is found by its module's name.
 
+A format's module has `save(drafter, target, export, folder, card)`, `read(folder)`, `load(folder, target)` and
+`recognises(config, names)`, which says whether a folder with such a config.json and such tensors is of the format.
+`USE` says in Markdown how engines are told to use it (`snippets`). `native` is our own; the others are what engines
+load.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+from models.errors import UserError
+
+NATIVE = "native"
+
+
+def formats() -> list[str]:
+    """The names of all formats but our own."""
+    names = [module.name for module in pkgutil.iter_modules(__path__)]
+    return [name for name in names if hasattr(importlib.import_module(f"{__name__}.{name}"), "recognises")]
+
+
+def format_of(name: str) -> Any:
+    """The module of a format. Raises UserError for a name that is none, with the nearest that is one."""
+    known = [NATIVE, *formats()]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"There is no format {name!r}.{meant} Choose one of: {', '.join(known)}.")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def target_options(export: Any, given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """How to load the target: as the export says, but for what is given. Raises UserError where neither says."""
+    wanted = {**export.target["load"], **{key: value for key, value in given.items() if value is not None}}
+    if "source" not in wanted:
+        raise UserError(
+            f"{str(folder)!r} does not say which target it is for: give target.source=hf target.name_or_path=FOLDER."
+        )
+    return wanted
+
+
+def detect(folder: Path, name: str | None = None) -> Any:
+    """The module of the format that `folder` is in, or of the one that is named.
+
+    Raises UserError where it is in none, or in several that would read it differently.
+    """
+    from models.checkpoint import layout
+
+    if name is not None:
+        return format_of(name)
+    config = layout.read_json(folder / "config.json", folder)
+    if str(config.get("format", "")).startswith("draftsmith"):
+        return format_of(NATIVE)
+    if (known := layout.recorded_format(folder)) is not None:
+        return format_of(known)
+    names = layout.tensor_names(folder)
+    found = [format for format in formats() if format_of(format).recognises(config, names)]
+    if not found:
+        raise UserError(
+            f"{str(folder)!r} is in no format that is known: say which by format=NAME, one of {', '.join(formats())}."
+        )
+    if len(found) > 1:
+        raise UserError(f"{str(folder)!r} can be read as {' or as '.join(found)}: say which by format=NAME.")
+    return format_of(found[0])

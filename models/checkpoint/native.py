@@ -14,8 +14,9 @@ import importlib
 import inspect
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -87,7 +88,15 @@ def save(
     tensors = {name: t.detach().cpu().contiguous() for name, t in drafter.state_dict().items()}
     if vocab.reduced:
         tensors["d2t"] = vocab.offsets()
-    config: dict[str, Any] = {
+    config = config_of(drafter, export, vocab)
+    if export.int8:
+        config["weights"], tensors = _INT8, quantized(tensors)
+    _write(folder, tensors, config, card, save_target)
+
+
+def config_of(drafter: Any, export: Export, vocab: DraftVocab) -> dict[str, Any]:
+    """What config.json says of a drafter, but for the sha256 of its tensors."""
+    return {
         "format": FORMAT,
         "name": export.name,
         "drafter": export.model | getattr(drafter, "export_arguments", {}),
@@ -97,9 +106,6 @@ def save(
         "decoding": {"num_speculative_tokens": export.num_speculative_tokens, "tree": export.tree},
         "provenance": export.provenance,
     }
-    if export.int8:
-        config["weights"], tensors = _INT8, quantized(tensors)
-    _write(folder, tensors, config, card, save_target)
 
 
 def save_int8(source: Path, folder: Path) -> None:
@@ -107,7 +113,7 @@ def save_int8(source: Path, folder: Path) -> None:
 
     Raises UserError where `source` is damaged, was altered, or has int8 weights already.
     """
-    config = _read_config(source)
+    config = read_config(source / "config.json")
     if config.get("weights") == _INT8:
         raise UserError(f"{str(source)!r} has int8 weights already.")
     tensors = read_tensors(source / "model.safetensors")
@@ -174,11 +180,16 @@ def _with_paths(target: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def read(folder: Path) -> Export:
     """Read what an export says of itself. Raises UserError where the folder is none."""
-    config = _read_config(folder)
+    found = export_of(read_config(folder / "config.json"))
+    return replace(found, target=_with_paths(found.target, folder))
+
+
+def export_of(config: dict[str, Any]) -> Export:
+    """What a config.json that was read says."""
     return Export(
         config["name"],
         config["drafter"],
-        _with_paths(config["target"], folder),
+        config["target"],
         config["decoding"]["num_speculative_tokens"],
         config["provenance"],
         config["decoding"].get("tree"),
@@ -186,8 +197,8 @@ def read(folder: Path) -> Export:
     )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
+def read_config(path: Path) -> dict[str, Any]:
+    """The config.json at `path`. Raises UserError where there is none, or it is damaged or another version's."""
     try:
         config: dict[str, Any] = json.loads(path.read_text())
         if config["format"] != FORMAT:
@@ -206,7 +217,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             raise UserError(f"{str(path)!r}: weights are {config['weights']!r}; this version reads {_INT8!r} or none.")
         return config
     except OSError as error:
-        raise UserError(f"{str(folder)!r} is not an export: {error.strerror or error} ({path.name}).") from error
+        raise UserError(f"{str(path.parent)!r} is not an export: {error.strerror or error} ({path.name}).") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{str(path)!r} is damaged: {type(error).__name__}: {error}.") from error
 
@@ -218,15 +229,8 @@ def load(folder: Path, target: Target) -> Any:
     missing, unknown or of another shape.
     """
     export = read(folder)
-    if export.target["fingerprint"] != target.fingerprint:
-        inside = (
-            "" if "adapted" not in export.target else " The target that it was trained with lies in its own folder."
-        )
-        raise UserError(
-            f"{str(folder)!r} was trained for {export.target['name']!r} (fingerprint {export.target['fingerprint']}), "
-            f"not for {target.name!r} ({target.fingerprint}): its proposals would be worthless there.{inside}"
-        )
-    config, weights = _read_config(folder), folder / "model.safetensors"
+    refuse_other_target(export, target, folder)
+    config, weights = read_config(folder / "config.json"), folder / "model.safetensors"
     tensors = read_tensors(weights)
     vocab = _vocab(tensors.pop("d2t", None), config["draft_vocab_size"], target, folder)
     if export.int8:
@@ -235,7 +239,7 @@ def load(folder: Path, target: Target) -> Any:
         except UserError as error:
             raise UserError(f"{str(folder)!r} does not fit its drafter: {error}") from error
     drafter = build(export.model, target, vocab)
-    _fill(drafter, tensors, folder)
+    fill(drafter, tensors, folder)
     _check_unaltered(folder, config)
     return drafter.eval()
 
@@ -249,6 +253,18 @@ def target_of(folder: Path, target: Target, trust_remote_code: bool = False) -> 
     if "adapted" not in export.target or export.target["fingerprint"] == target.fingerprint:
         return target
     return load_target(**export.target["load"], device=str(target.device), trust_remote_code=trust_remote_code)
+
+
+def refuse_other_target(export: Export, target: Target, folder: Path) -> None:
+    """Raise UserError, naming both, where `target` is not the one that the export in `folder` is for."""
+    if export.target["fingerprint"] != target.fingerprint:
+        inside = (
+            "" if "adapted" not in export.target else " The target that it was trained with lies in its own folder."
+        )
+        raise UserError(
+            f"{str(folder)!r} was trained for {export.target['name']!r} (fingerprint {export.target['fingerprint']}), "
+            f"not for {target.name!r} ({target.fingerprint}): its proposals would be worthless there.{inside}"
+        )
 
 
 def _check_unaltered(folder: Path, config: dict[str, Any]) -> None:
@@ -329,16 +345,29 @@ def _vocab(d2t: Tensor | None, size: int, target: Target, folder: Path) -> Draft
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a safetensors file. Raises UserError where it is missing, damaged or cut short."""
+    with _opened(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+
+def tensor_names(path: Path) -> set[str]:
+    """The names of a safetensors file's tensors, none of which is read. Raises UserError as `read_tensors` does."""
+    with _opened(path) as file:
+        return set(file.keys())
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            yield file
     except FileNotFoundError as error:
         raise UserError(f"{str(path)!r} is missing.") from error
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"{str(path)!r} is damaged or cut short: {error}. Export the drafter again.") from error
 
 
-def _fill(drafter: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
+def fill(drafter: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Load `tensors` as the drafter's state. Raises UserError that names every one that does not fit it."""
     wanted = drafter.state_dict()
     problems = [f"missing {name}" for name in wanted.keys() - tensors.keys()]
     problems += [f"unknown {name}" for name in tensors.keys() - wanted.keys()]

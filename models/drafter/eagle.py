@@ -3,7 +3,8 @@
 Row t reads the state f_t and the embedding of the token x_{t+1} that followed it, and estimates f_{t+1}; the target's
 own frozen head turns that estimate into a law of x_{t+2}. Drafting feeds the estimate back in place of the state.
 Embedding and head are the target's. The fusing projection has no bias, the first layer no input norm, and nothing is
-normalised at the end: so the same weights load in vLLM, SGLang and SafeAILab's code.
+normalised at the end: so the same weights load in vLLM, SGLang and SafeAILab's code. `fc_bias`, `rope_parameters` and
+`rms_norm_eps` are for checkpoints that were trained elsewhere, with other ones than the target's.
 
 With `feature_window` k, a row reads the last k pairs of a token's embedding and the state before it; with `num_future`
 m, a pass estimates the next m states at once, the second to the last as linear maps of the first.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from models.layers import DecoderStack, LayerSizes, layer_config
+from models.layers import DecoderStack, LayerShape, layer_config
 from models.state_feedback import FeedbackDrafter
 from models.target import Target
 from models.vocab import DraftVocab
@@ -38,13 +39,14 @@ class EagleDrafter(FeedbackDrafter):
         num_layers: int = 1,
         feature_window: int = 1,
         num_future: int = 1,
-        **sizes: Unpack[LayerSizes],
+        fc_bias: bool = False,
+        **sizes: Unpack[LayerShape],
     ) -> None:
         super().__init__(target, vocab, feature_window, num_future)
         self.config = layer_config(target, num_layers, **sizes)
         self.capture_layers = (target.num_layers,)
         size = target.hidden_size
-        self.fc = nn.Linear(2 * feature_window * size, size, bias=False)
+        self.fc = nn.Linear(2 * feature_window * size, size, bias=fc_bias)
         self.stack = DecoderStack(self.config, first_input_norm=False)
         self.further = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(num_future - 1))
         self.head = target.head.rows(vocab.token_ids)  # the target's own
@@ -57,6 +59,8 @@ class EagleDrafter(FeedbackDrafter):
         """
         with torch.no_grad():
             self.fc.weight.copy_(weight)
+            if self.fc.bias is not None:
+                self.fc.bias.zero_()
             for linear, start in zip(self.further, further, strict=True):
                 linear.weight.copy_(start)  # type: ignore[operator]
             for layer in self.stack.layers:

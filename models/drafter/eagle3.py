@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from typing_extensions import Unpack
 
 from models.errors import UserError
-from models.layers import MLP, Attention, DecoderStack, LayerSizes, Memory, RMSNorm, layer_config
+from models.layers import MLP, Attention, DecoderStack, LayerShape, Memory, RMSNorm, layer_config
 from models.state_feedback import FeedbackDrafter
 from models.target import Target
 from models.vocab import DraftVocab
@@ -32,10 +32,14 @@ def published_layers(num_layers: int) -> tuple[int, ...]:
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer that reads [norm(emb); norm(h)] and adds to h; x is [emb; h] side by side."""
+    """A decoder layer that reads [norm(emb); norm(h)] and adds to h; x is [emb; h] side by side.
 
-    def __init__(self, config: LlamaConfig) -> None:
+    With `norm_before_residual` it adds to norm(h).
+    """
+
+    def __init__(self, config: LlamaConfig, *, norm_before_residual: bool = False) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
@@ -49,7 +53,9 @@ class FusedLayer(nn.Module):
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory, mask: Tensor | None) -> Tensor:
-        hidden = x.chunk(2, dim=-1)[1] + self.self_attn(self.read(x), rotary, memory, mask)
+        read = self.read(x)
+        residual = (read if self.norm_before_residual else x).chunk(2, dim=-1)[1]
+        hidden = residual + self.self_attn(read, rotary, memory, mask)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -58,7 +64,9 @@ class Eagle3Drafter(FeedbackDrafter):
 
     Sizes left at None are the target's, and `capture_layers` at None `published_layers`. `head` is what the head starts
     from: the target's rows, or random ones, as published. `fc_norm` normalises each captured state by itself, and
-    `norm_output` feeds outputs back through the final norm; both are EAGLE-3.1's. Raises UserError for unknown values.
+    `norm_output` feeds outputs back through the final norm; both are EAGLE-3.1's. `norm_before_residual`,
+    `rope_parameters` and `rms_norm_eps` are for checkpoints that were trained elsewhere. Raises UserError for unknown
+    values.
     """
 
     def __init__(
@@ -71,7 +79,8 @@ class Eagle3Drafter(FeedbackDrafter):
         head: str = "target",
         fc_norm: bool = False,
         norm_output: bool = False,
-        **sizes: Unpack[LayerSizes],
+        norm_before_residual: bool = False,
+        **sizes: Unpack[LayerShape],
     ) -> None:
         super().__init__(target, vocab)
         if head not in ("target", "random"):
@@ -85,7 +94,7 @@ class Eagle3Drafter(FeedbackDrafter):
         self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in self.capture_layers) if fc_norm else None
         self.fc = nn.Linear(len(self.capture_layers) * size, size, bias=False)
         self.stack = DecoderStack(self.config)
-        self.stack.layers[0] = FusedLayer(self.config)
+        self.stack.layers[0] = FusedLayer(self.config, norm_before_residual=norm_before_residual)
         self.norm = RMSNorm(size, eps)
         self.norm_output = norm_output
         self.lm_head = nn.Linear(size, vocab.size, bias=False)

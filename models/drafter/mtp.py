@@ -6,7 +6,9 @@ x_{t+2+s}. Block s attends causally to its own rows. There are `num_blocks` bloc
 by itself: it then reads its keys of the step before that, and those of its own draft. So a single block is applied
 recursively (FastMTP, 2509.18362), and drafts any number of tokens.
 
-What is handed on went through the norm, as in Qwen3-Next's and MiMo's modules; DeepSeek hands on what enters it.
+What is handed on went through the norm, as engines do it for Qwen3-Next's, MiMo's and DeepSeek's modules. vLLM hides
+the token of the first row of all from DeepSeek's and MiMo's: `hide_first` does so too. MiMo's module reads the target's
+state as it enters the final norm; `before_norm` reads it so but for its length, which the block's own norm removes.
 
 B batch, S rows, R committed rows, Q new nodes, n nodes so far, K blocks, D hidden size, Vd draft vocabulary, W slots.
 """
@@ -14,6 +16,7 @@ B batch, S rows, R committed rows, Q new nodes, n nodes so far, K blocks, D hidd
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +27,7 @@ from models import tree
 from models.errors import UserError
 from models.layers import (
     DecoderStack,
-    LayerSizes,
+    LayerShape,
     Memory,
     RMSNorm,
     UnrolledMemory,
@@ -55,7 +58,10 @@ class MTPBlock(InputFusion):
 
 
 class SequentialMTP(MultiTokenDrafter):
-    """`num_blocks` modules of `num_layers` decoder layers each. Sizes left at None are the target's."""
+    """`num_blocks` modules of `num_layers` decoder layers each. Sizes left at None are the target's.
+
+    `rope_parameters` and `rms_norm_eps` are for checkpoints that were trained elsewhere.
+    """
 
     def __init__(
         self,
@@ -65,10 +71,14 @@ class SequentialMTP(MultiTokenDrafter):
         num_blocks: int = 1,
         num_layers: int = 1,
         capture_layers: Sequence[int] | None = None,
-        **sizes: Unpack[LayerSizes],
+        hide_first: bool = False,
+        before_norm: bool = False,
+        **sizes: Unpack[LayerShape],
     ) -> None:
         config = layer_config(target, num_layers, **sizes)
         super().__init__(target, vocab, config, capture_layers)
+        self.hide_first = hide_first
+        self._final_norm = (_final_norm(target),) if before_norm else ()  # in a tuple: the target's, and frozen
         if num_blocks < 1:
             raise UserError(f"drafter.model.num_blocks is {num_blocks}: it must be at least 1.")
         self.blocks = nn.ModuleList(MTPBlock(config, index) for index in range(num_blocks))
@@ -78,6 +88,23 @@ class SequentialMTP(MultiTokenDrafter):
         """The block of a step: the last one for all that come after it."""
         found: MTPBlock = self.blocks[min(step, len(self.blocks) - 1)]  # type: ignore[assignment]
         return found
+
+    @property
+    def before_norm(self) -> bool:
+        """Whether the target's state is read as it enters the final norm."""
+        return bool(self._final_norm)
+
+    def read(self, hidden: Tensor | None) -> Tensor:
+        """As `MultiTokenDrafter` does, without the factors of the target's final norm where `before_norm` says so."""
+        assert hidden is not None
+        for norm in self._final_norm:
+            hidden = hidden / norm.weight
+        return super().read(hidden)
+
+    def embed_rows(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Embeddings of tokens (B, S) of rows at `positions` (B or 1, S); zeros for the first, where it is hidden."""
+        embedded = self.embed(token_ids)
+        return embedded.masked_fill((positions == 0)[..., None], 0) if self.hide_first else embedded
 
     def unroll(self, features: TargetFeatures, num_steps: int) -> Iterator[Tensor]:
         """Yield the states (B, S, D) of step 0, 1, ..: row t of step s is about x_{t+2+s}.
@@ -91,7 +118,8 @@ class SequentialMTP(MultiTokenDrafter):
             if again == 0:
                 memory = UnrolledMemory()
             mask = unrolled_mask(token_ids.shape[1], again, token_ids.device)
-            hidden = self.block(step).step(self.embed(token_ids), hidden, positions + step, memory, mask)
+            embedded = self.embed_rows(token_ids, positions + step)
+            hidden = self.block(step).step(embedded, hidden, positions + step, memory, mask)
             yield hidden
             token_ids = moved_up(token_ids)
 
@@ -112,7 +140,7 @@ class SequentialMTP(MultiTokenDrafter):
         block s − 1 made of it at slot j − 1; its slots before s belong to no row.
         """
         positions, mask = state.open(committed.token_ids.shape[1])
-        embedded, hidden = self.embed(committed.next_token_ids), self.read(committed.hidden)
+        embedded, hidden = self.embed_rows(committed.next_token_ids, positions), self.read(committed.hidden)
         outputs: list[Tensor] = []
         for index in range(len(self.blocks)):
             if index > 0:
@@ -121,6 +149,16 @@ class SequentialMTP(MultiTokenDrafter):
             hidden = self.block(index).step(embedded, hidden, positions, state.cache, mask)
             outputs.append(hidden)
         state.close(committed.lengths, outputs)
+
+
+def _final_norm(target: Target) -> Any:
+    """The target's last norm. Raises UserError for one that is no x / rms(x) · weight."""
+    norm = getattr(target.model.base_model, "norm", None)
+    weight = getattr(norm, "weight", None)
+    plain = isinstance(weight, Tensor) and getattr(norm, "bias", None) is None and hasattr(norm, "variance_epsilon")
+    if not plain:
+        raise UserError(f"drafter.model.before_norm: the final norm of target {target.name!r} is no plain RMSNorm.")
+    return norm
 
 
 def _without_first(mask: Tensor | None, positions: Tensor, width: int, count: int) -> Tensor:

@@ -281,7 +281,10 @@ def test_nothing_but_a_drafters_class_is_built(path: str, said: str, folder: Pat
     [
         ({"num_layer": 2}, "takes no argument 'num_layer'. Did you mean 'num_layers'?"),
         ({"num_key_value_head": 2}, "takes no argument 'num_key_value_head'. Did you mean 'num_key_value_heads'?"),
-        ({"zzz": 1}, "takes no argument 'zzz'. It takes: num_layers, feature_window, num_future, intermediate_size"),
+        (
+            {"zzz": 1},
+            "takes no argument 'zzz'. It takes: num_layers, feature_window, num_future, fc_bias, ",
+        ),
         ({"target": 1}, "takes no argument 'target'"),
         ({"vocab": 1}, "takes no argument 'vocab'"),
     ],

@@ -1,0 +1,123 @@
+"""Medusa under FasterDecoding's names, which vLLM reads as well: one file serves both.
+
+{i}.{j}.linear.weight (D, D) and .bias (D,), {i}.{layers}.weight (V, D). Their code repeats one block `num_layers`
+times, with one set of weights, so that only heads of one block mean the same in both. It unpickles medusa_lm_head.pt:
+we write the same tensors as safetensors, and the card says how to convert them.
+
+D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from models.checkpoint import layout, native, snippets, vllm_medusa
+from models.checkpoint.layout import Config, Contents, Manifest, Shapes, dtype_keys
+from models.drafter.medusa import MedusaDrafter
+from models.target import Target
+
+_NAME = "fasterdecoding_medusa"
+USE = f"{snippets.vllm('medusa')}\n{snippets.FASTERDECODING}"
+_KEYS = ("model_type", "architectures", "medusa_num_heads", "medusa_num_layers", "medusa_fc_bias",
+         "base_model_name_or_path", "hidden_size", "vocab_size", "dtype")  # fmt: skip
+
+
+def manifest(config: Config, names: set[str]) -> Manifest:
+    """What a folder with such a config.json must hold; older ones tell sizes by their tensors alone."""
+    layers, shapes = config.get("medusa_num_layers", 1), Shapes()
+    size, vocab_size = config["hidden_size"], config["vocab_size"]
+    for head in range(config["medusa_num_heads"]):
+        for layer in range(layers):
+            shapes[f"{head}.{layer}.linear.weight"] = (size, size)
+            shapes[f"{head}.{layer}.linear.bias"] = (size,)
+        shapes[f"{head}.{layers}.weight"] = (vocab_size, size)
+    return Manifest(shapes, _KEYS)
+
+
+def save(drafter: Any, target: Target, export: native.Export, folder: Path, card: str) -> None:
+    """Write the folder. Raises UserError for a drafter that FasterDecoding's code would compute otherwise."""
+    kinds = (MedusaDrafter,)
+    layout.require(_NAME, drafter, kinds, {})  # what is asked below is a MedusaDrafter's
+    layers = len(drafter.blocks[0].layers)
+    obstacles = {
+        "unembedding is shared": not hasattr(drafter, "lm_heads"),
+        "its draft vocabulary is reduced (train with draft_vocab_size=null)": drafter.vocab.reduced,
+        f"num_layers is {layers}, not 1": layers != 1,
+        "the target's logits are scaled": target.head.scale != 1,
+        **layout.obstacles_of_target(target, embedding=False),
+    }
+    layout.require(_NAME, drafter, kinds, obstacles)
+    tensors = {_name_of(name, layers): tensor for name, tensor in drafter.state_dict().items()}
+    config = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "medusa_num_heads": drafter.max_depth,
+        "medusa_num_layers": layers,
+        "medusa_fc_bias": True,
+        "base_model_name_or_path": target.name,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        **dtype_keys(next(iter(tensors.values())).dtype),
+    }
+    layout.write(
+        folder,
+        tensors=tensors,
+        config=config,
+        foretell=manifest,
+        record=layout.record_of(_NAME, drafter, export),
+        card=card,
+    )
+
+
+def _name_of(name: str, layers: int) -> str:
+    """blocks.{i}.layers.{j}.weight and lm_heads.{i}.weight under FasterDecoding's names."""
+    kind, head, *rest = name.split(".")
+    return f"{head}.{rest[1]}.linear.{rest[2]}" if kind == "blocks" else f"{head}.{layers}.{rest[0]}"
+
+
+def _own_name(name: str) -> str:
+    head, layer, *rest = name.split(".")
+    return f"blocks.{head}.layers.{layer}.{rest[1]}" if rest[0] == "linear" else f"lm_heads.{head}.{rest[0]}"
+
+
+def _model_of(config: Config) -> Config:
+    return {
+        "_target_": vllm_medusa.MODEL,
+        "num_heads": config["medusa_num_heads"],
+        "num_layers": config.get("medusa_num_layers", 1),
+        "unembedding": "full",
+    }
+
+
+def read(folder: Path) -> native.Export:
+    """What the folder says of itself."""
+    contents = _contents(folder)
+    return layout.described(contents, _model_of(contents.config), contents.config["medusa_num_heads"])
+
+
+def load(folder: Path, target: Target) -> Any:
+    """The drafter in the folder. Raises UserError that names all that does not fit."""
+    contents = _contents(folder)
+    renamed = {_own_name(name): tensor for name, tensor in contents.tensors.items()}
+    return vllm_medusa.build(replace(contents, tensors=renamed), _model_of(contents.config), target)
+
+
+def _contents(folder: Path) -> Contents:
+    """What is in the folder. FasterDecoding's own config.json does not tell sizes: the head's rows do."""
+
+    def foretell(config: Config, names: set[str]) -> Manifest:
+        if "hidden_size" in config or not names:
+            return manifest(config, names)
+        head = layout.read_tensors(folder).get(f"0.{config.get('medusa_num_layers', 1)}.weight")
+        if head is None:
+            raise KeyError("hidden_size")
+        return manifest({**config, "vocab_size": head.shape[0], "hidden_size": head.shape[1]}, names)
+
+    return layout.read(folder, foretell)
+
+
+def recognises(config: Config, names: set[str]) -> bool:
+    """Medusa heads under FasterDecoding's names."""
+    return "0.0.linear.weight" in names and "medusa_num_heads" in config

@@ -1,0 +1,84 @@
+"""How engines are told to use a folder: Markdown in which TARGET, FOLDER, TOKENS and ROWS, one more, are filled in."""
+
+from __future__ import annotations
+
+PARTS = ("TARGET", "FOLDER", "TOKENS", "ROWS")
+
+
+def vllm(method: str) -> str:
+    """For vLLM, with the method by its name: vLLM otherwise guesses it from the folder's path."""
+    return f"""vLLM guesses the method from the folder's path where it is not named:
+
+```python
+from vllm import LLM, SamplingParams
+
+drafts = {{"method": "{method}", "model": "FOLDER", "num_speculative_tokens": TOKENS}}
+llm = LLM(model="TARGET", speculative_config=drafts)
+print(llm.generate(["def main("], SamplingParams(temperature=0, max_tokens=64))[0].outputs[0].text)
+```
+"""
+
+
+def sglang(algorithm: str) -> str:
+    """For SGLang's server."""
+    return f"""SGLang:
+
+    python -m sglang.launch_server --model-path TARGET --speculative-algorithm {algorithm} \\
+        --speculative-draft-model-path FOLDER --speculative-num-steps TOKENS --speculative-eagle-topk 1 \\
+        --speculative-num-draft-tokens ROWS
+"""
+
+
+def safeailab(more: str) -> str:
+    """For SafeAILab's code, which unpickles its weights."""
+    return f"""SafeAILab's code reads a pickled file, which you make of this one:
+
+```python
+import torch
+from eagle.model.ea_model import EaModel
+from safetensors.torch import load_file
+
+torch.save(load_file("FOLDER/model.safetensors"), "FOLDER/pytorch_model.bin")
+model = EaModel.from_pretrained(base_model_path="TARGET", ea_model_path="FOLDER"{more})
+```
+"""
+
+
+def inside_the_target(engine: str) -> str:
+    """For a module that is a part of the target's checkpoint."""
+    return f"""These are tensors of the target's own checkpoint. `python train/export.py export=FOLDER format=NAME
+stitch=true` writes the target's files with them. {engine}
+"""
+
+
+TRANSFORMERS = """transformers:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("TARGET")
+target = AutoModelForCausalLM.from_pretrained("TARGET")
+drafter = AutoModelForCausalLM.from_pretrained("FOLDER")
+inputs = tokenizer("def main(", return_tensors="pt")
+print(tokenizer.decode(target.generate(**inputs, assistant_model=drafter, do_sample=False, max_new_tokens=64)[0]))
+```
+"""
+
+FASTERDECODING = """FasterDecoding's code reads a pickled file, which you make of this one:
+
+```python
+import torch
+from safetensors.torch import load_file
+
+torch.save(load_file("FOLDER/model.safetensors"), "FOLDER/medusa_lm_head.pt")
+```
+"""
+
+SPECULATORS = """vLLM also starts target and drafter from the folder alone:
+
+```python
+from vllm import LLM
+
+llm = LLM(model="FOLDER")
+```
+"""
