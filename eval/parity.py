@@ -1,0 +1,309 @@
+"""One drafter in two engines: ours, and another that loads what it was exported as.
+
+    python eval/parity.py export=outputs/A/export format=vllm_eagle engine=vllm
+    python eval/parity.py export=[A,B,B] format=[vllm_eagle,vllm_eagle3,causal_lm] engine=[vllm,vllm,transformers]
+
+Lists of equal length go together, and one value goes with all. In float32 at temperature 0 the answers, and the drafts,
+drafted and accepted tokens of every prompt, must be equal (`eval.rounds` has what engines count); at temperature 1 the
+accepted counts must have one law. Prints a table, writes parity.json, and ends with exit code 1 where a case fails. A
+case that passed is not run again, unless something that it depends on has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from conf.compose import main, plain
+from models.errors import UserError
+
+if TYPE_CHECKING:
+    from eval.engines import Task
+    from eval.rounds import Counts, Trace
+    from models.target import Target
+
+ENGINES = ("vllm", "transformers", "reference")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One export in one format in one engine, at one temperature."""
+
+    export: str
+    format: str | None
+    files: str | None
+    engine: str
+    temperature: float
+
+    @property
+    def drafter(self) -> str:
+        """The run that made the export."""
+        folder = Path(self.export).resolve()
+        return folder.parent.name if folder.name == "export" else folder.name
+
+    @property
+    def name(self) -> str:
+        """What the case is called in files and messages."""
+        return "-".join([self.drafter, self.engine, self.format or "files", f"T{self.temperature:g}"])
+
+
+def cases(options: dict[str, Any]) -> list[Case]:
+    """The cases that the lists in `options` make. Raises UserError for lists of different lengths and other engines."""
+    given = {key: options[key] for key in ("export", "format", "files", "engine", "temperature")}
+    lengths = {key: len(value) for key, value in given.items() if isinstance(value, list)}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{key} {length}" for key, length in lengths.items())
+        raise UserError(f"Lists go together, so they must be of one length: {told}.")
+    count = next(iter(lengths.values()), 1)
+    columns = {key: value if isinstance(value, list) else [value] * count for key, value in given.items()}
+    found = []
+    for row in zip(*columns.values(), strict=True):
+        export, format_name, files, engine, temperature = row
+        if engine not in ENGINES:
+            raise UserError(f"engine is {engine!r}: choose {', '.join(ENGINES)}.")
+        if files is not None and format_name is None:
+            raise UserError(f"files={files} needs the format that it is in: format=NAME.")
+        found.append(Case(str(export), format_name, files, engine, float(temperature)))
+    return found
+
+
+def job(config: DictConfig) -> None:
+    """Run all cases, print and write; exit code 1 where one fails."""
+    if not run(plain(config)):
+        sys.exit(1)
+
+
+def run(options: dict[str, Any]) -> bool:
+    """All cases of `options`; True where all of them pass."""
+    wanted = cases(options)
+    if any(case.engine == "vllm" for case in wanted):
+        from eval.engines import check_vllm
+
+        check_vllm(options["vllm"]["python"])
+    from eval.parity_table import print_parity
+    from eval.provenance import provenance
+    from models.files import write_json
+
+    output = Path(options["output"] or Path(wanted[0].export).parent / "parity")
+    write_json(output / "config.json", options)
+    bench = Bench(options, output)
+    results = [bench.result(case) for case in wanted]
+    print_parity(results)
+    write_json(output / "parity.json", {"cases": results, "config": options, "provenance": provenance()})
+    print(f"wrote {output / 'parity.json'}")
+    return all(result["passed"] for result in results)
+
+
+class Bench:
+    """Runs cases, and keeps what several of them need: targets, drafters, prompts, and the rounds of our own engine."""
+
+    def __init__(self, options: dict[str, Any], output: Path) -> None:
+        self.options, self.output = options, output
+        self._opened: dict[str, Opened] = {}
+        self._traces: dict[tuple[str, float, bool], list[Trace]] = {}
+
+    def result(self, case: Case) -> dict[str, Any]:
+        """What the case showed now, or before: one that passed is not run again while nothing has changed."""
+        from models.files import write_json
+
+        path, key = self.output / "cases" / f"{case.name}.json", self._key(case)
+        if path.exists():
+            before: dict[str, Any] = json.loads(path.read_text())
+            if before["key"] == key and before["passed"]:
+                print(f"{case.name}: passed before")
+                return before
+        print(f"{case.name} ...", flush=True)
+        result = {"name": case.name, "drafter": case.drafter, **asdict(case), "key": key, **self._compare(case)}
+        write_json(path, result)
+        return result
+
+    def _key(self, case: Case) -> str:
+        """Hash of what a result depends on: options, files and the revision of this code."""
+        from eval.provenance import provenance
+        from models.files import sha256
+
+        own = ("export", "format", "files", "engine", "temperature", "output", "debug")
+        folders = [Path(folder) for folder in (case.export, case.files) if folder is not None]
+        files = [file for folder in folders for file in sorted(folder.glob("*.*")) if file.is_file()]
+        told = {
+            "case": asdict(case),
+            "options": {name: value for name, value in self.options.items() if name not in own},
+            "files": {str(file): sha256(file) for file in files},
+            "revision": provenance()["git_revision"],
+        }
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _open(self, export: str) -> Opened:
+        """The target, drafter and prompts of an export."""
+        if export not in self._opened:
+            self._opened[export] = open_export(Path(export), self.options)
+        return self._opened[export]
+
+    def _compare(self, case: Case) -> dict[str, Any]:
+        from eval.engines import Task, point_masses, run_reference, run_transformers, vllm_runner
+
+        opened, options, work = self._open(case.export), self.options, self.output / "work" / case.name
+        work.mkdir(parents=True, exist_ok=True)
+        contexts, seeds = samples(opened.contexts, 1 if case.temperature == 0 else options["samples"], options["seed"])
+        task = Task(
+            target=opened.target,
+            drafter=opened.drafter,
+            folder=self._files(case, opened, work),
+            format=case.format,
+            contexts=contexts,
+            seeds=seeds,
+            max_new_tokens=options["max_new_tokens"],
+            num_speculative_tokens=opened.num_speculative_tokens,
+            temperature=case.temperature,
+            stop=opened.target.stop_token_ids,
+        )
+        runners = {
+            "vllm": vllm_runner(options["vllm"], work),
+            "transformers": run_transformers,
+            "reference": run_reference,
+        }
+        made = runners[case.engine](task)
+        traces = self._ours(case, task, point_masses(task, case.engine))
+        from eval.rounds import count
+
+        ends = {"max_new_tokens": task.max_new_tokens, "positions": task.num_speculative_tokens, "stop": task.stop}
+        ours = [count(found, made.rule, **ends) for found in traces]
+        told = (
+            sampled(ours, made.counts, options) if case.temperature > 0 else at_zero(task, ours, made.counts, options)
+        )
+        return {**told, "num_speculative_tokens": task.num_speculative_tokens, "versions": made.versions}
+
+    def _files(self, case: Case, opened: Opened, work: Path) -> Path | None:
+        """The folder that the other engine loads: the one that is given, or the export written in the format."""
+        from models.checkpoint import format_of
+
+        if case.files is not None:
+            return Path(case.files)
+        if case.format is None:
+            return None
+        folder = work / case.format
+        format_of(case.format).save(opened.drafter, opened.target, opened.export, folder, f"# {case.name}\n")
+        return folder
+
+    def _ours(self, case: Case, task: Task, point_mass: bool) -> list[Trace]:
+        """The rounds of our engine, which are the same for all formats of an export."""
+        from data.progress import Progress
+        from engine.settings import DecodeSettings
+        from eval.rounds import trace
+        from models.sampling import SamplingParams
+
+        key = (case.export, case.temperature, point_mass)
+        if key not in self._traces:
+            found = []
+            with Progress("our engine", len(task.contexts)) as progress:
+                for context, seed in zip(task.contexts, task.seeds, strict=True):
+                    settings = DecodeSettings(
+                        max_new_tokens=task.max_new_tokens,
+                        num_speculative_tokens=task.num_speculative_tokens,
+                        sampling=SamplingParams(case.temperature),
+                        seed=seed,
+                    )
+                    found.append(trace(task.target, task.drafter, context, settings, point_mass=point_mass))
+                    progress.advance(1)
+            self._traces[key] = found
+        return self._traces[key]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An export, its target in float32, its drafter in our engine, and the prompts that both engines answer."""
+
+    export: Any
+    target: Target
+    drafter: Any
+    contexts: list[list[int]]
+    num_speculative_tokens: int
+
+
+def open_export(folder: Path, options: dict[str, Any]) -> Opened:
+    """Load an export and its target. Raises UserError for what cannot be loaded or compared."""
+    from data.answers import context_ids
+    from eval.engines import room_for
+    from eval.prompt_sets import prompt_set
+    from models.checkpoint import detect
+    from models.target import load_target
+
+    layout = detect(folder)
+    export = layout.read(folder)
+    load = {**export.target["load"], **{k: v for k, v in options["target"].items() if v is not None}}
+    if "source" not in load:
+        raise UserError(
+            f"{str(folder)!r} names no target: give target.source, and target.name_or_path where it has one."
+        )
+    target = load_target(**{**load, "dtype": "float32"})
+    drafter = layout.load(folder, target)
+    size = options["num_speculative_tokens"] or export.num_speculative_tokens
+    room = target.max_positions - room_for(options["max_new_tokens"], size)
+    prompts = prompt_set(options["prompts"], target, options["num_prompts"], options["seed"])
+    contexts = [ids for ids in (context_ids(target, prompt) for prompt in prompts) if len(ids) <= room]
+    if len(contexts) < len(prompts):
+        print(f"{len(prompts) - len(contexts)} of {len(prompts)} prompts leave no room for an answer: left out")
+    if not contexts:
+        raise UserError(f"No prompt leaves room for max_new_tokens={options['max_new_tokens']} in {target.name!r}.")
+    return Opened(export, target, drafter, contexts, size)
+
+
+def samples(contexts: list[list[int]], count: int, seed: int) -> tuple[list[list[int]], list[int]]:
+    """Every context `count` times, and a seed for each."""
+    repeated = [context for context in contexts for _ in range(count)]
+    return repeated, [seed + i for i in range(len(repeated))]
+
+
+def at_zero(task: Task, ours: list[Counts], theirs: list[Counts], options: dict[str, Any]) -> dict[str, Any]:
+    """Whether all counts are equal and, where not, the likely cause."""
+    from eval.diagnosis import diagnose
+    from eval.rounds import compare, logit_gap
+
+    def gap(prompt: int, position: int, token: int, other: int) -> float:
+        before = ours[prompt].token_ids[:position]
+        return logit_gap(task.target, task.contexts[prompt], before, token, other)
+
+    compared = compare(ours, theirs, gap, options["near_tie"])
+    mine, others = compared.totals()
+    same = [a.token_ids == b.token_ids for a, b in zip(ours, theirs, strict=True)]
+    return {
+        "passed": compared.equal,
+        "prompts": len(ours),
+        "same_answers": sum(same),
+        "ours": mine,
+        "theirs": others,
+        "near_ties": [asdict(tie) for tie in compared.near_ties],
+        "parted": [asdict(tie) for tie in compared.parted],
+        "unequal": compared.unequal,
+        "cause": diagnose(compared),
+        "counts": {"ours": [asdict(c) for c in ours], "theirs": [asdict(c) for c in theirs]},
+    }
+
+
+def sampled(task: Task, ours: list[Counts], theirs: list[Counts], options: dict[str, Any]) -> dict[str, Any]:
+    """Whether accepted counts may have one law."""
+    from eval.diagnosis import two_samples
+    from eval.rounds import total
+
+    statistic, p_value = two_samples(ours, theirs, options["seed"])
+    passed = p_value >= options["significance"]
+    return {
+        "passed": passed,
+        "prompts": len(ours),
+        "ours": total(ours),
+        "theirs": total(theirs),
+        "histograms": [[sum(column) for column in zip(*(c.histogram for c in s), strict=True)] for s in (ours, theirs)],
+        "chi_square": statistic,
+        "p_value": p_value,
+        "cause": None if passed else f"accepted counts have two laws (p = {p_value:.2g})",
+    }
+
+
+if __name__ == "__main__":
+    main("parity", job)
