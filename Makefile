@@ -54,7 +54,6 @@ $(VLLM_VENV)/.installed:
 	touch $@
 
 # Trains what is not trained yet; a case that passed is not run again.
-PARITY := outputs/parity
 SMALL := data.sizes.train=256 data.sizes.validation=16 data.sizes.test=16 fit.max_steps=60 fit.evaluate_every=30 \
 	fit.validation_prompts=8 measure.num_prompts=4 measure.temperatures=[0]
 parity: install vllm-env
@@ -65,7 +64,7 @@ parity: install vllm-env
 	$(BIN)/python train/run.py +drafter=distilled_lm drafter.model.start=first_layers drafter.model.num_layers=2 \
 		$(SMALL) run_name=parity/distilled_lm
 	$(BIN)/python train/run.py +drafter=prompt_lookup drafter.model.prefer=earliest $(SMALL) run_name=parity/prompt_lookup
-	$(BIN)/python eval/parity.py vllm.python=$(VLLM_VENV)/bin/python output=$(PARITY) cases=conf/parity_cases.json
+	$(BIN)/python eval/parity.py +parity=small vllm.python=$(VLLM_VENV)/bin/python
 
 lint: install
 	$(BIN)/ruff check .

@@ -64,6 +64,13 @@ class Answers:
     versions: dict[str, str]
 
 
+def refuse_unreadable(engine: str, format_name: str | None) -> None:
+    """Raise UserError for a format that the engine cannot read, whatever is in it."""
+    read = {"vllm": METHODS, "transformers": ("hf_causal_lm",), "reference": reference.FORMATS}[engine]
+    if format_name is not None and format_name not in read:
+        raise UserError(f"engine={engine} does not read format={format_name}: choose {', '.join(read)}.")
+
+
 def room_for(max_new_tokens: int, num_speculative_tokens: int) -> int:
     """How many tokens a context must have behind a prompt, so that no draft is cut by its end.
 
@@ -151,7 +158,7 @@ def _generated(task: Task, context: list[int], options: dict[str, Any]) -> Count
                 do_sample=False,
                 max_new_tokens=task.max_new_tokens - 1,
                 eos_token_id=stop or None,
-                pad_token_id=stop[0] if stop else 0,
+                pad_token_id=stop[0] if stop else -1,  # the assistant reads no padding, save a stop token
                 **options,
             )
     return observed([first, *out[0, len(context) + 1 :].tolist()], drafts, task.num_speculative_tokens)
@@ -220,17 +227,6 @@ def run_reference(task: Task) -> Answers:
 # --- vLLM
 
 
-def check_vllm(python: str) -> Path:
-    """The interpreter of vLLM's environment. Raises UserError where there is none."""
-    found = Path(python).expanduser()
-    if not found.is_file():
-        raise UserError(
-            f"engine=vllm needs vLLM's own virtual environment, and there is no interpreter {python!r}: run "
-            "`make vllm-env` (3.5 GB, some minutes), or name one by vllm.python=FOLDER/bin/python."
-        )
-    return found.absolute()  # not resolved: a link's place says which environment it is
-
-
 def vllm_runner(settings: dict[str, Any], work: Path) -> Callable[[Task], Answers]:
     """vLLM with the interpreter `settings["python"]`, exchanging files in `work`.
 
@@ -238,7 +234,7 @@ def vllm_runner(settings: dict[str, Any], work: Path) -> Callable[[Task], Answer
     """
 
     def run(task: Task) -> Answers:
-        interpreter = check_vllm(settings["python"])
+        interpreter = Path(settings["python"]).expanduser().absolute()  # a link is not followed: it says which packages
         request = {
             "model": str(_model_folder(task.target, work)),
             "speculative_config": speculative_config(task),
@@ -295,10 +291,8 @@ def speculative_config(task: Task) -> dict[str, Any]:
     """vLLM's `speculative_config`: the method is named, since it would else be guessed from the folder's name."""
     if task.folder is None:
         return _options(task, "vllm_options")
-    if task.format not in METHODS:
-        raise UserError(f"vLLM does not read format {task.format}: choose one of {', '.join(METHODS)}.")
     config = {
-        "method": METHODS[task.format],
+        "method": METHODS[str(task.format)],
         "model": str(task.folder.resolve()),
         "num_speculative_tokens": task.num_speculative_tokens,
     }

@@ -1,9 +1,10 @@
 """One drafter in two engines: ours, and another that loads what it was exported as.
 
     python eval/parity.py export=outputs/A/export format=vllm_eagle engine=vllm
-    python eval/parity.py export=[A,B,B] format=[vllm_eagle,vllm_eagle3,causal_lm] engine=[vllm,vllm,transformers]
+    python eval/parity.py export=outputs/B/export format=hf_causal_lm engine=transformers
+    python eval/parity.py +parity=small
 
-Lists of equal length go together, and one value goes with all. In float32 at temperature 0 the answers, and the drafts,
+In float32 at temperature 0 the answers, and the drafts,
 drafted and accepted tokens of every prompt, must be equal (`eval.rounds` has what engines count); at temperature 1 the
 accepted counts must have one law. Prints a table, writes parity.json, and ends with exit code 1 where a case fails. A
 case that passed is not run again, unless something that it depends on has changed.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,22 +55,25 @@ class Case:
 
 
 def cases(options: dict[str, Any]) -> list[Case]:
-    """The cases that the lists in `options` make. Raises UserError for lists of different lengths and other engines."""
-    given = {key: options[key] for key in ("export", "format", "files", "engine", "temperature")}
-    lengths = {key: len(value) for key, value in given.items() if isinstance(value, list)}
-    if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{key} {length}" for key, length in lengths.items())
-        raise UserError(f"Lists go together, so they must be of one length: {told}.")
-    count = next(iter(lengths.values()), 1)
-    columns = {key: value if isinstance(value, list) else [value] * count for key, value in given.items()}
+    """The one case of `options`, or those that its `cases` make of it. Raises UserError for senseless ones."""
+    keys = [f.name for f in fields(Case)]
     found = []
-    for row in zip(*columns.values(), strict=True):
-        export, format_name, files, engine, temperature = row
-        if engine not in ENGINES:
-            raise UserError(f"engine is {engine!r}: choose {', '.join(ENGINES)}.")
-        if files is not None and format_name is None:
-            raise UserError(f"files={files} needs the format that it is in: format=NAME.")
-        found.append(Case(str(export), format_name, files, engine, float(temperature)))
+    for changes in [{}] if options["cases"] is None else options["cases"]:
+        if not isinstance(changes, dict) or not changes.keys() <= set(keys):
+            raise UserError(f"cases has {changes!r}: give mappings of {', '.join(keys)}.")
+        case = Case(**{key: changes.get(key, options[key]) for key in keys})
+        if case.export is None:
+            raise UserError("There is no export to compare: give export=FOLDER, or a list of cases.")
+        for name in ("export", "format", "files"):
+            if not isinstance(value := getattr(case, name), str | None):
+                raise UserError(f"{name} is {value!r}: give one, or a list of cases.")
+        if case.engine not in ENGINES:
+            raise UserError(f"engine is {case.engine!r}: choose {', '.join(ENGINES)}.")
+        if case.files is not None and case.format is None:
+            raise UserError(f"files={case.files} needs the format that it is in: format=NAME.")
+        if not isinstance(case.temperature, int | float) or case.temperature < 0:
+            raise UserError(f"temperature is {case.temperature!r}: it must be 0 or more.")
+        found.append(case)
     return found
 
 
@@ -79,17 +83,27 @@ def job(config: DictConfig) -> None:
         sys.exit(1)
 
 
+def check_vllm(python: str) -> None:
+    """Raise UserError where there is no interpreter of vLLM's environment."""
+    if not Path(python).expanduser().is_file():
+        raise UserError(
+            f"engine=vllm needs vLLM's own virtual environment, and there is no interpreter {python!r}: run "
+            "`make vllm-env` (3.5 GB, some minutes), or name one by vllm.python=FOLDER/bin/python."
+        )
+
+
 def run(options: dict[str, Any]) -> bool:
     """All cases of `options`; True where all of them pass."""
     wanted = cases(options)
     if any(case.engine == "vllm" for case in wanted):
-        from eval.engines import check_vllm
-
         check_vllm(options["vllm"]["python"])
+    from eval.engines import refuse_unreadable
     from eval.parity_table import print_parity
     from eval.provenance import provenance
     from models.files import write_json
 
+    for case in wanted:
+        refuse_unreadable(case.engine, case.format)
     output = Path(options["output"] or Path(wanted[0].export).parent / "parity")
     write_json(output / "config.json", options)
     bench = Bench(options, output)
@@ -128,7 +142,7 @@ class Bench:
         from eval.provenance import provenance
         from models.files import sha256
 
-        own = ("export", "format", "files", "engine", "temperature", "output", "debug")
+        own = (*asdict(case), "cases", "output", "debug")
         folders = [Path(folder) for folder in (case.export, case.files) if folder is not None]
         files = [file for folder in folders for file in sorted(folder.glob("*.*")) if file.is_file()]
         told = {

@@ -49,24 +49,9 @@ def _read(target: Target, text: list[int]) -> tuple[Sequence[Tensor], list[int]]
 
 
 def proposer(folder: Path, format_name: str, target: Target, num_tokens: int) -> Propose:
-    """What the folder's drafter proposes, by its format. Raises UserError for one that is not re-implemented here."""
-    kinds: dict[str, Any] = {
-        "vllm_eagle": eagle,
-        "safeailab_eagle": eagle,
-        "sglang_eagle": eagle,
-        "vllm_eagle3": eagle3,
-        "speculators_eagle3": eagle3,
-        "sglang_eagle3": partial(eagle3, behind=1),
-        "safeailab_eagle3": eagle3,
-        "vllm_medusa": medusa,
-        "fasterdecoding_medusa": medusa,
-        "hf_causal_lm": language_model,
-    }
-    if format_name not in kinds:
-        raise UserError(f"engine=reference re-implements {', '.join(kinds)}, not {format_name}.")
+    """What the folder's drafter proposes; `format_name` is one of `FORMATS`."""
     config = json.loads((folder / "config.json").read_text())
-    found: Propose = kinds[format_name](folder, config, target, num_tokens)
-    return found
+    return FORMATS[format_name](folder, config, target, num_tokens)
 
 
 def look_up(max_ngram: int, min_ngram: int, num_tokens: int) -> Propose:
@@ -234,3 +219,17 @@ def _turned(x: Tensor, config: dict[str, Any]) -> Tensor:
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x[:, :half], x[:, half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+FORMATS: dict[str, Callable[[Path, dict[str, Any], Target, int], Propose]] = {
+    "vllm_eagle": eagle,
+    "safeailab_eagle": eagle,
+    "sglang_eagle": eagle,
+    "vllm_eagle3": eagle3,
+    "speculators_eagle3": eagle3,
+    "sglang_eagle3": partial(eagle3, behind=1),
+    "safeailab_eagle3": eagle3,
+    "vllm_medusa": medusa,
+    "fasterdecoding_medusa": medusa,
+    "hf_causal_lm": language_model,
+}
