@@ -188,9 +188,8 @@ class Bench:
 
         ends = {"max_new_tokens": task.max_new_tokens, "positions": task.num_speculative_tokens, "stop": task.stop}
         ours = [count(found, made.rule, **ends) for found in traces]
-        told = (
-            sampled(ours, made.counts, options) if case.temperature > 0 else at_zero(task, ours, made.counts, options)
-        )
+        judge = at_zero if case.temperature == 0 else sampled
+        told = judge(task, ours, made.counts, options)
         return {**told, "num_speculative_tokens": task.num_speculative_tokens, "versions": made.versions}
 
     def _files(self, case: Case, opened: Opened, work: Path) -> Path | None:

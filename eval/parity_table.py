@@ -45,4 +45,4 @@ def row(result: dict[str, Any]) -> list[str]:
 
 
 def _pair(ours: Any, theirs: Any) -> str:
-    return str(ours) if ours == theirs else f"{ours} | {theirs}"
+    return str(ours) if ours == theirs else f"{ours} or {theirs}"

@@ -1,0 +1,243 @@
+"""Cases, verdicts, the table and the exit code; vLLM itself where its environment is there (slow)."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from conf.compose import ROOT
+from eval import engines, parity
+from eval.engines import Answers, Task
+from eval.parity import Case, cases, run, samples
+from eval.parity_table import print_parity
+from eval.rounds import VLLM
+from models.checkpoint import native
+from models.drafter.distilled_lm import DistilledLM
+from models.drafter.eagle import EagleDrafter
+from models.drafter.prompt_lookup import PromptLookupDrafter
+from models.errors import UserError
+from models.target import Target
+from models.vocab import DraftVocab
+from tests.helpers.drafters import shaken
+
+LOOKUP = {"_target_": "models.drafter.prompt_lookup.PromptLookupDrafter", "prefer": "earliest"}
+LAYERS = {"_target_": "models.drafter.distilled_lm.DistilledLM", "start": "first_layers", "num_layers": 5}
+EAGLE = {"_target_": "models.drafter.eagle.EagleDrafter"}
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    """conf/parity.yaml, with few and short answers, changed."""
+    found: dict[str, Any] = yaml.safe_load((ROOT / "parity.yaml").read_text())
+    found = {key: value for key, value in found.items() if key not in ("defaults", "hydra")}
+    assert changes.keys() <= found.keys()
+    return found | {"num_prompts": 3, "max_new_tokens": 12} | changes
+
+
+def written(tiny: Target, folder: Path, drafter: Any, model: dict[str, Any]) -> str:
+    place = {"name": tiny.name, "fingerprint": tiny.fingerprint, "load": {"source": "tiny", "dtype": "float32"}}
+    described = native.Export("mine", model, place, 3, {})
+    native.save(drafter, described, drafter.vocab, folder / "export", "")
+    return str(folder / "export")
+
+
+@pytest.fixture(scope="module")
+def lookup(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> str:
+    drafter = PromptLookupDrafter(tiny, DraftVocab(tiny.vocab_size), prefer="earliest")
+    return written(tiny, tmp_path_factory.mktemp("lookup"), drafter, LOOKUP)
+
+
+@pytest.fixture(scope="module")
+def draft_lm(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The target's first layers with some noise."""
+    drafter = DistilledLM(tiny, DraftVocab(tiny.vocab_size), start="first_layers", num_layers=5)
+    return written(tiny, tmp_path_factory.mktemp("lm"), shaken(drafter, amount=0.003), LAYERS)
+
+
+def test_cases_are_the_one_or_those_of_the_list() -> None:
+    one = options(export="a/run/export", format="vllm_eagle")
+    assert cases(one) == [Case("a/run/export", "vllm_eagle", None, "vllm", 0.0)]
+    assert cases(one)[0].name == "run-vllm-vllm_eagle-T0"
+    several = cases(one | {"cases": [{"engine": "reference"}, {"export": "b", "format": None, "temperature": 1}]})
+    assert several == [
+        Case("a/run/export", "vllm_eagle", None, "reference", 0.0),
+        Case("b", None, None, "vllm", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, "There is no export to compare"),
+        ({"export": ["a", "b"]}, r"export is \['a', 'b'\]: give one, or a list of cases"),
+        ({"export": "a", "engine": "sglang"}, "engine is 'sglang': choose vllm, transformers, reference"),
+        ({"export": "a", "files": "b"}, "files=b needs the format"),
+        ({"export": "a", "temperature": -1}, "temperature is -1"),
+        ({"cases": [{"exprt": "a"}]}, "cases has .*: give mappings of export, format, files, engine, temperature"),
+        ({"export": "a", "format": "vllm_eagle", "engine": "transformers"}, "does not read format=vllm_eagle"),
+    ],
+)
+def test_senseless_cases_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        run(options(**changes))
+
+
+def test_the_cases_of_make_parity_are_cases() -> None:
+    small = yaml.safe_load((ROOT / "parity" / "small.yaml").read_text())
+    found = cases(options(cases=small["cases"]))
+    assert len({case.name for case in found}) == len(found) == 15
+    for case in found:
+        engines.refuse_unreadable(case.engine, case.format)
+
+
+def test_without_vllms_environment_it_is_said_how_to_make_it(lookup: str) -> None:
+    with pytest.raises(UserError, match=r"no interpreter '.venv-no/bin/python': run `make vllm-env`"):
+        run(options(export=lookup, vllm={"python": ".venv-no/bin/python"}))
+
+
+def test_equal_counts_pass_and_are_kept(
+    lookup: str, draft_lm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = [
+        {"export": export, "format": name, "engine": engine}
+        for export, name in ((lookup, None), (draft_lm, "hf_causal_lm"))
+        for engine in ("transformers", "reference")
+    ]
+    asked = options(cases=both, output=str(tmp_path))
+    assert run(asked)
+    report = json.loads((tmp_path / "parity.json").read_text())
+    assert [case["passed"] for case in report["cases"]] == [True] * 4
+    assert all(case["same_answers"] == case["prompts"] == 3 for case in report["cases"])
+    assert all(case["ours"] == case["theirs"] and case["cause"] is None for case in report["cases"])
+    lm = report["cases"][3]["ours"]
+    assert 0 < lm["accepted"] < lm["drafted"] and lm["accepted_per_position"][0] >= lm["accepted_per_position"][1] > 0
+    assert report["provenance"]["versions"]["torch"]
+    capsys.readouterr()
+    assert run(asked) and capsys.readouterr().out.count("passed before") == 4
+    assert run(asked | {"max_new_tokens": 11}) and "passed before" not in capsys.readouterr().out
+
+
+def test_files_of_another_drafter_fail_with_a_cause(
+    tiny: Target, draft_lm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other engine loads what is in `files`: here, fewer of the target's layers."""
+    drafter = DistilledLM(tiny, DraftVocab(tiny.vocab_size), start="first_layers", num_layers=2)
+    from models.checkpoint import format_of
+
+    format_of("hf_causal_lm").save(drafter, tiny, native.read(Path(draft_lm)), tmp_path / "files", "")
+    asked = {"export": draft_lm, "format": "hf_causal_lm", "engine": "transformers", "output": str(tmp_path)}
+    assert not run(options(**asked, files=str(tmp_path / "files")))
+    (case,) = json.loads((tmp_path / "parity.json").read_text())["cases"]
+    assert case["cause"].startswith("position 0 accepts less") and case["same_answers"] == 3
+    assert "layer, norm, RoPE" in capsys.readouterr().out
+
+
+def test_a_failure_is_exit_code_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "plain", lambda config: {})
+    monkeypatch.setattr(parity, "run", lambda options: False)
+    with pytest.raises(SystemExit) as stopped:
+        parity.job({})  # type: ignore[arg-type]
+    assert stopped.value.code == 1
+    monkeypatch.setattr(parity, "run", lambda options: True)
+    parity.job({})  # type: ignore[arg-type]
+
+
+def doctored(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Stand a changed re-implementation in for vLLM."""
+
+    def runner(settings: dict[str, Any], work: Path) -> Any:
+        def answer(task: Task) -> Answers:
+            made = engines.run_reference(replace(task, temperature=0.0))
+            return Answers([change(i, c) for i, c in enumerate(made.counts)], VLLM, {"vllm": "doctored"})
+
+        return answer
+
+    monkeypatch.setattr(engines, "vllm_runner", runner)
+    monkeypatch.setattr(parity, "check_vllm", lambda python: None)
+
+
+def test_one_doctored_count_fails(lookup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = options(export=lookup, output=str(tmp_path))
+    doctored(monkeypatch, lambda i, c: c if i != 1 else replace(c, accepted=[c.accepted[0] + 1, *c.accepted[1:]]))
+    assert not run(asked)
+    (case,) = json.loads((tmp_path / "parity.json").read_text())["cases"]
+    assert case["unequal"] == [1] and case["same_answers"] == 3
+    doctored(monkeypatch, lambda i, c: c)
+    assert run(asked)  # a case that failed is run again
+
+
+def test_other_answers_fail_and_say_by_what_gap(
+    lookup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    doctored(monkeypatch, lambda i, c: c if i != 2 else replace(c, token_ids=[*c.token_ids[:5], 7, *c.token_ids[6:]]))
+    assert not run(options(export=lookup, output=str(tmp_path)))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "answers part (prompt 2, token 5, logits" in out and "the target itself differs there" in out
+    assert run(options(export=lookup, output=str(tmp_path), near_tie=1e3))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the answers to prompt 2 part at token 5" in out and "near-tie, so that this prompt is left out" in out
+
+
+def test_sampled_counts_are_judged_by_their_law(lookup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy counts stand in for a sampling engine: of a sharp target they are another law, and never the same ones."""
+    doctored(monkeypatch, lambda i, c: c)
+    asked = options(export=lookup, temperature=3.0, output=str(tmp_path), max_new_tokens=24)
+    assert not run(asked)
+    (case,) = json.loads((tmp_path / "parity.json").read_text())["cases"]
+    assert case["p_value"] < 1e-3 and case["prompts"] == 12 and "two laws" in case["cause"]
+    assert [sum(h) for h in case["histograms"]] == [case[side]["drafts"] for side in ("ours", "theirs")]
+
+
+def test_samples_have_seeds_of_their_own() -> None:
+    assert samples([[1], [2, 3]], 2, 5) == ([[1], [1], [2, 3], [2, 3]], [5, 6, 7, 8])
+
+
+def test_the_table_shows_both_sides_where_they_differ() -> None:
+    counts = {"drafts": 10, "drafted": 30, "accepted": 12, "accepted_per_position": [8, 3, 1]}
+    case = {
+        "name": "a", "drafter": "eagle", "format": None, "engine": "vllm", "temperature": 0.0, "passed": False,
+        "num_speculative_tokens": 3, "same_answers": 4, "prompts": 4, "ours": counts,
+        "theirs": counts | {"accepted": 11, "accepted_per_position": [7, 3, 1]}, "cause": "position 0 accepts less",
+    }  # fmt: skip
+    sampled = case | {"passed": True, "p_value": 0.25, "cause": None, "temperature": 1.0}
+    out = io.StringIO()
+    print_parity([case, sampled], Console(file=out, width=200))
+    shown = [
+        [cell.strip() for cell in line.split("│")[1:-1]] for line in out.getvalue().splitlines() if "eagle" in line
+    ]
+    assert shown == [
+        ["eagle", "–", "vllm", "0", "3", "4 of 4", "10", "30", "12 or 11", "8 3 1 or 7 3 1", "DIFFERS"],
+        ["eagle", "–", "vllm", "1", "3", "4 of 4", "10", "30", "12 or 11", "8 3 1 or 7 3 1", "one law, p = 0.25"],
+    ]
+    assert "a: position 0 accepts less" in out.getvalue()
+
+
+VLLM_PYTHON = os.environ.get("DRAFTSMITH_VLLM_PYTHON", str(ROOT.parent / ".venv-vllm" / "bin" / "python"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(
+    not Path(VLLM_PYTHON).is_file(), reason=f"no {VLLM_PYTHON}: run make vllm-env, or set DRAFTSMITH_VLLM_PYTHON"
+)
+def test_vllm_counts_what_we_count(tiny: Target, lookup: str, draft_lm: str, tmp_path: Path) -> None:
+    """Look-up, a draft model and an untrained EAGLE layer, each in vLLM itself; and the sampled law of one."""
+    drafter = EagleDrafter(tiny, DraftVocab(tiny.vocab_size))
+    eagle = written(tiny, tmp_path / "eagle", shaken(drafter, amount=0.01), EAGLE)
+    asked = [
+        {"export": lookup},
+        {"export": draft_lm, "format": "hf_causal_lm"},
+        {"export": eagle, "format": "vllm_eagle"},
+        {"export": draft_lm, "format": "hf_causal_lm", "temperature": 1.0},
+    ]
+    settings = options()["vllm"] | {"python": VLLM_PYTHON}
+    assert run(options(cases=asked, output=str(tmp_path), vllm=settings, num_prompts=6, max_new_tokens=24))
+    report = json.loads((tmp_path / "parity.json").read_text())
+    assert all(case["theirs"]["accepted"] > 0 for case in report["cases"][:2])
