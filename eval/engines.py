@@ -130,7 +130,7 @@ def _assistant(task: Task) -> Any:
 
     assert task.folder is not None
     try:
-        model = AutoModelForCausalLM.from_pretrained(task.folder, dtype=task.target.dtype, use_safetensors=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(task.folder, dtype=task.target.dtype, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise UserError(
             f"engine=transformers drafts with causal language models: {str(error).splitlines()[0]}"

@@ -186,8 +186,16 @@ class Bench:
         traces = self._ours(case, task, point_masses(task, case.engine))
         from eval.rounds import count
 
-        ends = {"max_new_tokens": task.max_new_tokens, "positions": task.num_speculative_tokens, "stop": task.stop}
-        ours = [count(found, made.rule, **ends) for found in traces]
+        ours = [
+            count(
+                found,
+                made.rule,
+                max_new_tokens=task.max_new_tokens,
+                positions=task.num_speculative_tokens,
+                stop=task.stop,
+            )
+            for found in traces
+        ]
         judge = at_zero if case.temperature == 0 else sampled
         told = judge(task, ours, made.counts, options)
         return {**told, "num_speculative_tokens": task.num_speculative_tokens, "versions": made.versions}

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,6 +167,49 @@ def eagle3(folder: Path, config: dict[str, Any], target: Target, num_tokens: int
     return propose
 
 
+class Spelling(NamedTuple):
+    """What a multi-token prediction module's tensors are called; {n} is the target's number of layers."""
+
+    prefix: str
+    token_norm: str
+    state_norm: str
+    projection: str
+    last_norm: str
+    layer: str = ""
+    state_first: bool = False  # whether the projection reads [state; emb]
+    hides_first: bool = True  # whether the first row's embedding is zero
+    centred: bool = False  # whether norms multiply by 1 + weight
+
+
+def mtp(folder: Path, config: dict[str, Any], target: Target, num_tokens: int, names: Spelling) -> Propose:
+    """A layer over a projection of [norm(emb); norm(state)]; its output, normed, is the next state and the head's."""
+    raw, prefix = read_tensors(folder / "model.safetensors"), names.prefix.format(n=target.num_layers)
+    tensors = {name: t.to(target.dtype) + (names.centred and "norm" in name) for name, t in raw.items()}
+    table, head = _own_or_targets(tensors, target)
+    layer = f"{prefix}{names.layer}"
+
+    def propose(text: list[int], states: Sequence[Tensor]) -> list[int]:
+        hidden, tokens = states[-1], list(text[1:])
+        for _ in range(num_tokens):
+            embedded = table[tokens].clone()
+            if names.hides_first:
+                embedded[0] = 0
+            read = [
+                _norm(embedded, tensors[f"{prefix}{names.token_norm}.weight"], config),
+                _norm(hidden, tensors[f"{prefix}{names.state_norm}.weight"], config),
+            ]
+            x = torch.cat(read[::-1] if names.state_first else read, dim=-1)
+            x = x @ tensors[f"{prefix}{names.projection}.weight"].t()
+            x = x + _attention(_norm(x, tensors[f"{layer}input_layernorm.weight"], config), tensors, layer, config)
+            x = x + _mlp(_norm(x, tensors[f"{layer}post_attention_layernorm.weight"], config), tensors, layer)
+            x = _norm(x[-1:], tensors[f"{prefix}{names.last_norm}.weight"], config)
+            tokens.append(int((head @ x[0]).argmax()))
+            hidden = torch.cat([hidden, x])
+        return tokens[len(text) - 1 :]
+
+    return propose
+
+
 def _captured(config: dict[str, Any], target: Target, behind: int) -> list[int]:
     """The states that are fused, as those entering a layer; where the file names none, those of SafeAILab's code."""
     key = "eagle_aux_hidden_state_layer_ids"
@@ -194,7 +237,8 @@ def _mlp(x: Tensor, tensors: dict[str, Tensor], name: str) -> Tensor:
 
 def _attention(x: Tensor, tensors: dict[str, Tensor], name: str, config: dict[str, Any]) -> Tensor:
     """Causal attention of rows (S, ·) at positions 0 to S − 1, head by head."""
-    heads, size = config["num_attention_heads"], config["head_dim"]
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
     groups = heads // config["num_key_value_heads"]
     query, key, value = (x @ tensors[f"{name}self_attn.{part}_proj.weight"].t() for part in "qkv")
     later = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
@@ -221,6 +265,13 @@ def _turned(x: Tensor, config: dict[str, Any]) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+_DEEPSEEK = Spelling("model.layers.{n}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+_MIMO = Spelling(
+    "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", state_first=True
+)
+_QWEN3_NEXT = Spelling(
+    "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.", hides_first=False, centred=True
+)
 FORMATS: dict[str, Callable[[Path, dict[str, Any], Target, int], Propose]] = {
     "vllm_eagle": eagle,
     "safeailab_eagle": eagle,
@@ -232,4 +283,7 @@ FORMATS: dict[str, Callable[[Path, dict[str, Any], Target, int], Propose]] = {
     "vllm_medusa": medusa,
     "fasterdecoding_medusa": medusa,
     "hf_causal_lm": language_model,
+    "deepseek_mtp": partial(mtp, names=_DEEPSEEK),
+    "mimo_mtp": partial(mtp, names=_MIMO),
+    "qwen3_next_mtp": partial(mtp, names=_QWEN3_NEXT),
 }

@@ -132,7 +132,8 @@ def trace(
 
     The context must leave room for `settings.num_speculative_tokens` + 1 tokens behind the answer.
     """
-    recorder, given = Recorder(drafter, point_mass), []  # type: ignore[var-annotated]
+    recorder = Recorder(drafter, point_mass)
+    given: list[int] = []
 
     def on_tokens(request: int, tokens: list[int], accepted: int) -> None:
         given.append(accepted)

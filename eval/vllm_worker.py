@@ -7,9 +7,12 @@ for at once. Each answer comes with its own counts of drafts; their sums are wha
 `eval.engines.vllm_runner`, which writes the request.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys
+from typing import Any
 
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
@@ -23,7 +26,7 @@ os.environ |= SETTINGS | {key: os.environ[key] for key in SETTINGS if key in os.
 PREFIX = "vllm:spec_decode_num_"
 
 
-def main(request_path, answer_path):
+def main(request_path: str, answer_path: str) -> None:
     with open(request_path) as file:
         request = json.load(file)
     import torch
@@ -69,7 +72,7 @@ def main(request_path, answer_path):
         json.dump(answer, file)
 
 
-def counted(completion):
+def counted(completion: Any) -> dict[str, Any]:
     """An answer's tokens, its drafts of which 0, 1, .. tokens were accepted, and the drafted tokens."""
     metrics = completion.spec_decode_metrics
     return {
@@ -80,14 +83,14 @@ def counted(completion):
     }
 
 
-def counters(llm):
+def counters(llm: Any) -> dict[str, int]:
     """Drafts, drafted and accepted tokens since the engine started."""
     found = {metric.name: metric for metric in llm.get_metrics() if metric.name.startswith(PREFIX)}
     names = {"drafts": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
     return {key: int(found[PREFIX + name].value) if PREFIX + name in found else 0 for key, name in names.items()}
 
 
-def repair_sampling():
+def repair_sampling() -> None:
     """Put what a CPU build of 0.32 leaves out in place: each request's value, once for each of its drafted tokens.
 
     Its `expand_batch_to_tokens` throws the result of an expand away (vllm#55005), so that drafts are checked against
@@ -95,7 +98,7 @@ def repair_sampling():
     """
     from vllm.v1.sample import rejection_sampler
 
-    def expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+    def expand(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
         counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
         values = x.where(x != replace_from, x.new_tensor(replace_to)) if replace_from != replace_to else x
         return values.repeat_interleave(counts)

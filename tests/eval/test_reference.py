@@ -15,16 +15,18 @@ from safetensors.torch import load_file, save_file
 from engine.settings import DecodeSettings
 from eval import reference
 from eval.rounds import Round, trace
-from models.checkpoint import format_of, native
+from models.checkpoint import format_of, formats, native
 from models.drafter.prompt_lookup import PromptLookupDrafter
 from models.target import Target
 from models.vocab import DraftVocab
 from tests.helpers.characters import with_characters
 from tests.helpers.drafters import build_shaken, prompts, tiny_target
+from tests.helpers.models import random_model
 
 EAGLE = {"_target_": "models.drafter.eagle.EagleDrafter", "num_layers": 2, "num_key_value_heads": 4}
 EAGLE3 = {"_target_": "models.drafter.eagle3.Eagle3Drafter"}
 MEDUSA = {"_target_": "models.drafter.medusa.MedusaDrafter", "num_heads": 3, "num_layers": 2}
+MTP = {"_target_": "models.drafter.mtp.SequentialMTP"}
 DRAFT_LM = {"_target_": "models.drafter.draft_lm.DraftLM", "num_layers": 1}
 SOME = torch.arange(1, 64, 2)
 KINDS: dict[str, tuple[str, dict[str, Any], torch.Tensor | None]] = {
@@ -45,7 +47,11 @@ KINDS: dict[str, tuple[str, dict[str, Any], torch.Tensor | None]] = {
     "safeailab_eagle3": ("safeailab_eagle3", EAGLE3, SOME),
     "vllm_medusa": ("vllm_medusa", MEDUSA, None),
     "vllm_medusa_shared": ("vllm_medusa", MEDUSA | {"unembedding": "shared"}, SOME),
+    "fasterdecoding_medusa": ("fasterdecoding_medusa", MEDUSA | {"num_layers": 1}, None),
     "hf_causal_lm": ("hf_causal_lm", DRAFT_LM, None),
+    "deepseek_mtp": ("deepseek_mtp", MTP | {"hide_first": True}, None),
+    "qwen3_next_mtp": ("qwen3_next_mtp", MTP, None),
+    "mimo_mtp": ("mimo_mtp", MTP | {"hide_first": True}, None),
 }
 SIZE, LENGTH = 3, 12
 
@@ -59,7 +65,7 @@ class Written:
     folder: Path
     format: str
 
-    def check(self, same: bool) -> None:
+    def check_drafts(self, same: bool) -> None:
         propose = reference.proposer(self.folder, self.format, self.target, SIZE)
         equal = []
         for context in prompts([9, 4], 64):
@@ -83,10 +89,19 @@ def target() -> Target:
     return with_characters(tiny_target(torch.float64, num_hidden_layers=8, max_position_embeddings=64))
 
 
+@pytest.fixture(scope="module")
+def qwen2() -> Target:
+    """What MiMo's modules are made for; its own attention has biases."""
+    return with_characters(Target(random_model("qwen2", vocab_size=64), name="qwen2"))
+
+
 @pytest.fixture
-def written(target: Target, tmp_path: Path) -> Callable[[str], Written]:
+def written(target: Target, qwen2: Target, tmp_path: Path) -> Callable[[str], Written]:
+    llama = target
+
     def write(kind: str) -> Written:
         name, model, kept = KINDS[kind]
+        target = qwen2 if name == "mimo_mtp" else llama
         drafter = build_shaken(model, target, DraftVocab(64, kept))
         place = {"name": target.name, "fingerprint": target.fingerprint, "load": {}}
         export = native.Export("mine", model, place, SIZE, {})
@@ -98,7 +113,7 @@ def written(target: Target, tmp_path: Path) -> Callable[[str], Written]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_files_draft_what_we_draft(kind: str, written: Callable[[str], Written]) -> None:
-    written(kind).check(same=True)
+    written(kind).check_drafts(same=True)
 
 
 def config(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -113,6 +128,10 @@ def tensor(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tenso
     found = load_file(path)
     found[name] = change(found[name]).contiguous()
     save_file(found, path)
+
+
+def test_every_format_is_re_implemented() -> None:
+    assert set(reference.FORMATS) == {name for name, _, _ in KINDS.values()} == set(formats())
 
 
 MUTATIONS: dict[str, tuple[str, Callable[[Path], None]]] = {
@@ -141,7 +160,7 @@ def test_an_altered_file_drafts_something_else(what: str, written: Callable[[str
     kind, change = MUTATIONS[what]
     found = written(kind)
     change(found.folder)
-    found.check(same=False)
+    found.check_drafts(same=False)
 
 
 def test_look_up_copies_from_the_earliest_place_of_the_longest_match(target: Target) -> None:
