@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from models.errors import UserError
 
 ROOT = Path(__file__).parent
-GROUPS_TO_ADD = ("drafter",)  # groups without a default
+GROUPS_TO_ADD = ("drafter", "parity")  # groups without a default
 _NESTED = ("decode.draft_length",)  # groups within a section, which Hydra chooses from by decode/draft_length=NAME
 
 

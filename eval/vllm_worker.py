@@ -73,7 +73,10 @@ def main(request_path: str, answer_path: str) -> None:
 
 
 def counted(completion: Any) -> dict[str, Any]:
-    """An answer's tokens, its drafts of which 0, 1, .. tokens were accepted, and the drafted tokens."""
+    """An answer's tokens, how many drafts had 0, 1, .. tokens accepted, and how many were drafted.
+
+    Accepted tokens by round are for whoever looks into a difference.
+    """
     metrics = completion.spec_decode_metrics
     return {
         "token_ids": list(completion.token_ids),
