@@ -16,6 +16,7 @@ import hashlib
 import json
 import sys
 from dataclasses import asdict, dataclass, fields
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -300,7 +301,7 @@ def at_zero(task: Task, ours: list[Counts], theirs: list[Counts], options: dict[
         "ours": mine,
         "theirs": others,
         "near_ties": [asdict(tie) for tie in compared.near_ties],
-        "parted": [asdict(tie) for tie in compared.parted],
+        "parted": [asdict(tie) | ({} if isfinite(tie.gap) else {"gap": None}) for tie in compared.parted],
         "unequal": compared.unequal,
         "cause": diagnose(compared),
         "counts": {"ours": [asdict(c) for c in ours], "theirs": [asdict(c) for c in theirs]},
