@@ -253,16 +253,12 @@ def open_export(folder: Path, options: dict[str, Any]) -> Opened:
     from data.answers import context_ids
     from eval.engines import room_for
     from eval.prompt_sets import prompt_set
-    from models.checkpoint import detect
+    from models.checkpoint import detect, target_options
     from models.target import load_target
 
     layout = detect(folder)
     export = layout.read(folder)
-    load = {**export.target["load"], **{k: v for k, v in options["target"].items() if v is not None}}
-    if "source" not in load:
-        raise UserError(
-            f"{str(folder)!r} names no target: give target.source, and target.name_or_path where it has one."
-        )
+    load = target_options(export, options["target"], folder)
     target = load_target(**{**load, "dtype": "float32"})
     drafter = layout.load(folder, target)
     size = options["num_speculative_tokens"] or export.num_speculative_tokens

@@ -266,9 +266,6 @@ def _turned(x: Tensor, config: dict[str, Any]) -> Tensor:
 
 
 _DEEPSEEK = Spelling("model.layers.{n}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
-_MIMO = Spelling(
-    "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", state_first=True
-)
 _QWEN3_NEXT = Spelling(
     "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.", hides_first=False, centred=True
 )
@@ -284,6 +281,5 @@ FORMATS: dict[str, Callable[[Path, dict[str, Any], Target, int], Propose]] = {
     "fasterdecoding_medusa": medusa,
     "hf_causal_lm": language_model,
     "deepseek_mtp": partial(mtp, names=_DEEPSEEK),
-    "mimo_mtp": partial(mtp, names=_MIMO),
     "qwen3_next_mtp": partial(mtp, names=_QWEN3_NEXT),
 }

@@ -21,7 +21,6 @@ from models.target import Target
 from models.vocab import DraftVocab
 from tests.helpers.characters import with_characters
 from tests.helpers.drafters import build_shaken, prompts, tiny_target
-from tests.helpers.models import random_model
 
 EAGLE = {"_target_": "models.drafter.eagle.EagleDrafter", "num_layers": 2, "num_key_value_heads": 4}
 EAGLE3 = {"_target_": "models.drafter.eagle3.Eagle3Drafter"}
@@ -51,7 +50,6 @@ KINDS: dict[str, tuple[str, dict[str, Any], torch.Tensor | None]] = {
     "hf_causal_lm": ("hf_causal_lm", DRAFT_LM, None),
     "deepseek_mtp": ("deepseek_mtp", MTP | {"hide_first": True}, None),
     "qwen3_next_mtp": ("qwen3_next_mtp", MTP, None),
-    "mimo_mtp": ("mimo_mtp", MTP | {"hide_first": True}, None),
 }
 SIZE, LENGTH = 3, 12
 
@@ -89,19 +87,10 @@ def target() -> Target:
     return with_characters(tiny_target(torch.float64, num_hidden_layers=8, max_position_embeddings=64))
 
 
-@pytest.fixture(scope="module")
-def qwen2() -> Target:
-    """What MiMo's modules are made for; its own attention has biases."""
-    return with_characters(Target(random_model("qwen2", vocab_size=64), name="qwen2"))
-
-
 @pytest.fixture
-def written(target: Target, qwen2: Target, tmp_path: Path) -> Callable[[str], Written]:
-    llama = target
-
+def written(target: Target, tmp_path: Path) -> Callable[[str], Written]:
     def write(kind: str) -> Written:
         name, model, kept = KINDS[kind]
-        target = qwen2 if name == "mimo_mtp" else llama
         drafter = build_shaken(model, target, DraftVocab(64, kept))
         place = {"name": target.name, "fingerprint": target.fingerprint, "load": {}}
         export = native.Export("mine", model, place, SIZE, {})
@@ -130,8 +119,9 @@ def tensor(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tenso
     save_file(found, path)
 
 
-def test_every_format_is_re_implemented() -> None:
-    assert set(reference.FORMATS) == {name for name, _, _ in KINDS.values()} == set(formats())
+def test_every_format_but_mimos_is_re_implemented() -> None:
+    """MiMo's module reads a state that transformers does not return."""
+    assert set(reference.FORMATS) == {name for name, _, _ in KINDS.values()} == set(formats()) - {"mimo_mtp"}
 
 
 MUTATIONS: dict[str, tuple[str, Callable[[Path], None]]] = {
