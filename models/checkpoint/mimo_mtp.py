@@ -7,13 +7,8 @@ enters the final norm: vLLM's MiMo hands it over so.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-from models.checkpoint import mtp, native, snippets
-from models.checkpoint.layout import Config
+from models.checkpoint import mtp, snippets
 from models.checkpoint.mtp import Spelling
-from models.target import Target
 
 _SPELLING = Spelling(
     name="mimo_mtp",
@@ -36,22 +31,4 @@ USE = snippets.inside_the_target(
     'vLLM: `LLM(model=FOLDER, speculative_config={"method": "mtp", "num_speculative_tokens": 1})`.'
 )
 
-
-def save(drafter: Any, target: Target, export: native.Export, folder: Path, card: str, *, stitch: bool = False) -> None:
-    """Write the tensors, with `stitch` beside the target's own. Raises UserError for a drafter that differs."""
-    mtp.save(_SPELLING, drafter, target, export, folder, card, stitch)
-
-
-def read(folder: Path) -> native.Export:
-    """What the folder says of itself."""
-    return mtp.read(_SPELLING, folder)
-
-
-def load(folder: Path, target: Target) -> Any:
-    """The drafter in the folder, stitched or not. Raises UserError that names all that does not fit."""
-    return mtp.load(_SPELLING, folder, target)
-
-
-def recognises(config: Config, names: set[str]) -> bool:
-    """The module's projection under MiMo's name."""
-    return mtp.recognised(_SPELLING, config, names)
+save, read, load, recognises = mtp.functions(_SPELLING)

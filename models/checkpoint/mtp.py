@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,22 @@ class Spelling:
     config: Config | None = None  # keys that the target's config.json gets
 
 
+class Functions(NamedTuple):
+    """What the module of a format offers."""
+
+    save: Callable[..., None]
+    read: Callable[[Path], native.Export]
+    load: Callable[[Path, Target], Any]
+    recognises: Callable[[Config, set[str]], bool]
+
+
+def functions(spelling: Spelling) -> Functions:
+    """Those of the format that spells the module so."""
+    return Functions(
+        partial(save, spelling), partial(read, spelling), partial(load, spelling), partial(recognised, spelling)
+    )
+
+
 def manifest(spelling: Spelling, config: Config) -> Manifest:
     """The module's tensors in a checkpoint with such a config.json."""
     size, prefix = config["hidden_size"], spelling.prefix(config)
@@ -73,9 +90,19 @@ def manifest(spelling: Spelling, config: Config) -> Manifest:
 
 
 def save(
-    spelling: Spelling, drafter: Any, target: Target, export: native.Export, folder: Path, card: str, stitch: bool
+    spelling: Spelling,
+    drafter: Any,
+    target: Target,
+    export: native.Export,
+    folder: Path,
+    card: str,
+    *,
+    stitch: bool = False,
 ) -> None:
-    """Write the tensors alone, or with `stitch` the target's files with them."""
+    """Write the tensors alone, or with `stitch` the target's files with them.
+
+    Raises UserError for a drafter that engines would compute otherwise.
+    """
     layout.require(spelling.name, drafter, _KINDS, {})  # what is asked below is a SequentialMTP's
     layout.require(spelling.name, drafter, _KINDS, _obstacles(spelling, drafter, target))
     dtype = target.dtype if stitch else next(drafter.parameters()).dtype
@@ -184,7 +211,7 @@ def read(spelling: Spelling, folder: Path) -> native.Export:
 
 
 def load(spelling: Spelling, folder: Path, target: Target) -> Any:
-    """The drafter in a folder, with the target's embedding and head."""
+    """The drafter in a folder, stitched or not. Raises UserError that names all that does not fit."""
     found = contents(spelling, folder)
     config, prefix, tensors = found.config, spelling.prefix(found.config), dict(found.tensors)
     layout.refuse_values(found, {"num_nextn_predict_layers": 1})

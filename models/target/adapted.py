@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models.errors import UserError
+from models.lora import merge_adapters
 from models.target.target import Target
 
 MARK = "draftsmith_adaptation"  # a key of the model's config, and so a part of the fingerprint
@@ -89,7 +90,8 @@ class AdaptedTarget(Target):
     def finished(self) -> Target:
         """What was learnt, as a target of its own that is marked as adapted."""
         model = _copied(self.model, [])
-        return Target(_marked(_merged(model), _digest(self._learnt(), self._scale)), self.tokenizer, self.name)
+        merge_adapters(model)
+        return Target(_marked(model, _digest(self._learnt(), self._scale)), self.tokenizer, self.name)
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter alone, as peft reads it. Raises UserError where there is none."""
@@ -144,7 +146,8 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         raise UserError(f"Cannot load the adapter in {str(folder)!r}: {reason}.") from error
     if wrong:
         raise UserError(f"The adapter in {str(folder)!r} does not fit the target: {', '.join(wrong[:3])}.")
-    return _marked(_merged(model), _digest(tensors, config.lora_alpha / config.r))
+    merge_adapters(model)
+    return _marked(model, _digest(tensors, config.lora_alpha / config.r))
 
 
 def _copied(model: PreTrainedModel, shared: Iterable[Tensor]) -> PreTrainedModel:
@@ -190,18 +193,6 @@ def _inject(config: Any, model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-
-
-def _merged(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model, its adapters' products added to the weights that they stand beside."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for name, module in list(model.named_modules()):
-        if isinstance(module, BaseTunerLayer):
-            module.merge()
-            model.set_submodule(name, module.get_base_layer())
-    vars(model).pop("peft_config", None)
-    return model
 
 
 def _marked(model: PreTrainedModel, mark: str) -> PreTrainedModel:
