@@ -20,8 +20,9 @@ from data.progress import Progress
 from eval import reference
 from eval.rounds import ASSISTANT, LOOKUP, VLLM, Counts, Rule, Trace, count
 from models.errors import UserError
-from models.files import write_json
+from models.files import atomic_folder, write_json
 from models.target import Target
+from models.target.adapted import MARK
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 # vLLM's method for each format that it reads, and the methods that take the likeliest tokens at any temperature.
@@ -144,6 +145,8 @@ def _assistant(task: Task) -> Any:
 
 def _generated(task: Task, context: list[int], options: dict[str, Any]) -> Counts:
     """One answer, and the rounds that its forward passes tell."""
+    from transformers import GenerationConfig
+
     target, stop = task.target, sorted(task.stop)
     ids = torch.tensor([context], device=target.device)
     with torch.inference_mode():
@@ -155,10 +158,12 @@ def _generated(task: Task, context: list[int], options: dict[str, Any]) -> Count
             out = target.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=task.max_new_tokens - 1,
-                eos_token_id=stop or None,
-                pad_token_id=stop[0] if stop else -1,  # the assistant reads no padding, save a stop token
+                generation_config=GenerationConfig(  # not the target's own, which may penalise repetition
+                    do_sample=False,
+                    max_new_tokens=task.max_new_tokens - 1,
+                    eos_token_id=stop or None,
+                    pad_token_id=stop[0] if stop else -1,  # the assistant reads no padding, save a stop token
+                ),
                 **options,
             )
     return observed([first, *out[0, len(context) + 1 :].tolist()], drafts, task.num_speculative_tokens)
@@ -277,13 +282,15 @@ def _environment() -> dict[str, str]:
 def _model_folder(target: Target, work: Path) -> Path:
     """The folder that the target was loaded from, or one that it is written to, in Hugging Face's layout."""
     own = Path(target.model.config._name_or_path or "")
-    if (own / "config.json").is_file() and str(own) != ".":
+    merged = hasattr(target.model.config, MARK)  # then an adapter may not be in the files that it came from
+    if (own / "config.json").is_file() and str(own) != "." and not merged:
         return own.resolve()
-    folder = work / "target"
-    if not (folder / "config.json").exists():
-        target.model.save_pretrained(folder)
-        if target.tokenizer is not None:
-            target.tokenizer.save_pretrained(folder)
+    folder = work / f"target-{target.weights_fingerprint}"
+    if not folder.exists():
+        with atomic_folder(folder) as temporary:
+            target.model.save_pretrained(temporary)
+            if target.tokenizer is not None:
+                target.tokenizer.save_pretrained(temporary)
     return folder.resolve()
 
 

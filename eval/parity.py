@@ -130,7 +130,7 @@ class Bench:
         path, key = self.output / "cases" / f"{case.name}.json", self._key(case)
         if path.exists():
             before: dict[str, Any] = json.loads(path.read_text())
-            if before["key"] == key and before["passed"]:
+            if key is not None and before["key"] == key and before["passed"]:
                 print(f"{case.name}: passed before")
                 return before
         print(f"{case.name} ...", flush=True)
@@ -138,19 +138,23 @@ class Bench:
         write_json(path, result)
         return result
 
-    def _key(self, case: Case) -> str:
-        """Hash of what a result depends on: options, files and the revision of this code."""
+    def _key(self, case: Case) -> str | None:
+        """Hash of what a result depends on: options, files and the revision of this code; None where that has none."""
         from eval.provenance import provenance
         from models.files import sha256
 
+        revision = provenance()["git_revision"]
+        if revision is None or "dirty" in revision:
+            return None
         own = (*asdict(case), "cases", "output", "debug")
         folders = [Path(folder) for folder in (case.export, case.files) if folder is not None]
         files = [file for folder in folders for file in sorted(folder.glob("*.*")) if file.is_file()]
+        files += [file for file in (Path(self.options["prompts"]),) if file.is_file()]
         told = {
             "case": asdict(case),
             "options": {name: value for name, value in self.options.items() if name not in own},
             "files": {str(file): sha256(file) for file in files},
-            "revision": provenance()["git_revision"],
+            "revision": revision,
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -310,7 +314,9 @@ def sampled(task: Task, ours: list[Counts], theirs: list[Counts], options: dict[
     from eval.rounds import total
 
     statistic, p_value = two_samples(ours, theirs, options["seed"])
-    passed = p_value >= options["significance"]
+    silent = [side for side, counts in (("ours", ours), ("theirs", theirs)) if total(counts)["drafts"] == 0]
+    passed = not silent and p_value >= options["significance"]
+    cause = f"accepted counts have two laws (p = {p_value:.2g})" if not silent else f"{silent[0]} drafted nothing"
     return {
         "passed": passed,
         "prompts": len(ours),
@@ -319,7 +325,7 @@ def sampled(task: Task, ours: list[Counts], theirs: list[Counts], options: dict[
         "histograms": [[sum(column) for column in zip(*(c.histogram for c in s), strict=True)] for s in (ours, theirs)],
         "chi_square": statistic,
         "p_value": p_value,
-        "cause": None if passed else f"accepted counts have two laws (p = {p_value:.2g})",
+        "cause": None if passed else cause,
     }
 
 

@@ -162,8 +162,8 @@ class MultiTokenDrafter(DraftsTrees, nn.Module):
         return self.head(hidden.to(self.head.weight.dtype))
 
     def logit_parameters(self, step: int = 0) -> list[nn.Parameter]:
-        """Those of the target's head, which is trained with a target that is trained whole."""
-        return list(self.head.linear.parameters())
+        """None, or those of the target's head where that is trained too."""
+        return [p for p in self.head.linear.parameters() if p.requires_grad]
 
     def start_state(self, num_layers: int, num_blocks: int, batch_size: int, max_len: int) -> MultiTokenState:
         """An empty memory of `num_layers` layers in `num_blocks` blocks."""

@@ -49,12 +49,16 @@ class Backbone:
         if self.by == "full" and self.export == "separate":
             raise _refused("export", "separate", "a target that is trained whole has no adapter to stand alone")
         if self.by != "frozen":
-            Divergence(self.base)
+            self.divergence()
 
     @property
     def frozen(self) -> bool:
         """Whether the target is never trained."""
         return self.by == "frozen"
+
+    def divergence(self) -> Divergence:
+        """What holds the target in place."""
+        return Divergence(self.base, where="drafter.training.backbone.base")
 
     def adapt(self, target: Target, seed: int) -> Target:
         """The target that is trained beside `target`, equal to it so far; that itself where none is."""

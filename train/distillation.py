@@ -159,8 +159,7 @@ class Distillation(LawMatching):
 
     def training_losses(self, batch: Batch, step: int) -> dict[str, Tensor]:
         """The losses of the laws, and those of the layers, `layers` and `attention`, where they have a weight."""
-        if self.lora is not None:
-            torch.manual_seed(self.seed * 1_000_003 + step)  # so that a resumed run's adapters drop out the same
+        torch.manual_seed(self.seed * 1_000_003 + step)  # so that the same drops out in a resumed run
         batch, labels = self._with_own_texts(self.with_states(batch), step)
         features, last = self.features(batch)
         assert last is not None
@@ -223,7 +222,7 @@ class Distillation(LawMatching):
         """The batch with some rows of the drafter's own, and the labels (B, S), which these have none of."""
         if not self.on_policy_ratio:
             return batch, self.drafter.vocab.to_draft(batch.token_ids)
-        if step % self.refresh_every == 0:
+        if step % (self.refresh_every * self._batches_per_step) == 0:
             self._own_texts = self._continued(batch, step)
         assert self._own_texts is not None
         if self._own_texts.hidden is None:  # made just now, or read from a checkpoint
@@ -279,5 +278,5 @@ def _projections(lm: Target, target: Target, count: int) -> nn.ModuleList:
     """The maps g_j, which are the identity where the widths agree."""
     if lm.hidden_size == target.hidden_size:
         return nn.ModuleList(nn.Identity() for _ in range(count))
-    size = (lm.hidden_size, target.hidden_size)
-    return nn.ModuleList(nn.Linear(*size, bias=False, device=lm.device, dtype=lm.dtype) for _ in range(count))
+    size, dtype = (lm.hidden_size, target.hidden_size), next(lm.layers.parameters()).dtype
+    return nn.ModuleList(nn.Linear(*size, bias=False, device=lm.device, dtype=dtype) for _ in range(count))

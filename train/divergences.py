@@ -26,16 +26,25 @@ from models.errors import UserError
 
 
 class Divergence:
-    """Σ of the named divergences, each with its weight. Raises UserError for an unknown name, or none at all."""
+    """Σ of the named divergences, each with its weight.
 
-    def __init__(self, weights: Mapping[str, float], temperature: float = 1.0, lk_eta: float = 3.0) -> None:
+    Raises UserError, which calls the weights `where`, for an unknown name, or none at all.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        temperature: float = 1.0,
+        lk_eta: float = 3.0,
+        where: str = "drafter.training.losses",
+    ) -> None:
         self._weights = {name: float(weight) for name, weight in weights.items() if weight}
         known = ("cross_entropy", *_TEMPERED, "tvd", "lk", "lk_hybrid")
         for name in weights:
             if name not in known:
-                raise UserError(f"drafter.training.losses has {name!r}: choose from {', '.join(known)}.")
+                raise UserError(f"{where} has {name!r}: choose from {', '.join(known)}.")
         if not self._weights:
-            raise UserError("drafter.training.losses is empty: give at least one loss a weight.")
+            raise UserError(f"{where} is empty: give at least one loss a weight.")
         if not temperature > 0:
             raise UserError(f"drafter.training.temperature is {temperature}: it must be above 0.")
         self._temperature, self._lk_eta = temperature, lk_eta

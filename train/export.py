@@ -60,6 +60,11 @@ def write(
     from models.checkpoint import format_of
     from train.model_card import engine_card
 
+    if export.target.get("adapted", {}).get("export") == "separate":
+        raise UserError(
+            f"{export.name!r} has its target as an adapter, and engines load whole targets: train it with "
+            "drafter.training.backbone.export=merged."
+        )
     save = format_of(name).save
     if "target" not in inspect.signature(save).parameters:
         raise UserError(f"format is {name!r}, our own: a run writes it, and this command formats of other engines.")

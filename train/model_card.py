@@ -63,9 +63,10 @@ print(target.decode(generate(target, [ids], DecodeSettings(), drafter).token_ids
 
 
 def _adapted(export: Export) -> str:
-    found, place = report(export.target), "`target/`, as a Hugging Face folder"
+    found = report(export.target)
     if found is None:
         return ""
+    place = f"`{export.target['load']['name_or_path'] or 'target/'}`, as a Hugging Face folder"
     if export.target["adapted"]["export"] == "separate":
         place = "`adapter/`, as a peft adapter that loading merges into the original"
     return f"- {found}\n  The adapted target is in {place}.\n"
@@ -74,8 +75,10 @@ def _adapted(export: Export) -> str:
 def engine_card(export: Export, format_name: str, measured: str, folder: Path) -> str:
     """Markdown for an export in another engine's format; `measured` are the figures, as `figures` writes them."""
     use = format_of(format_name).USE
-    target, tokens = export.target["name"] or "the target", export.num_speculative_tokens
-    place = _PLACES.get(export.target["load"].get("source"), target)
+    target, load = export.target["name"] or "the target", export.target["load"]
+    deepest = export.model.get("num_heads")  # no engine drafts deeper than there are heads
+    tokens = min(export.num_speculative_tokens, deepest or export.num_speculative_tokens)
+    place = load["name_or_path"] if "adapted" in export.target else _PLACES.get(load.get("source"), target)
     for part, value in zip(snippets.PARTS, (place, folder, tokens, tokens + 1), strict=True):
         use = use.replace(part, str(value))
     known = export.provenance or {}
@@ -86,7 +89,7 @@ A draft component for speculative decoding: it proposes tokens, the target check
 target alone would have said.
 
 - Target: `{target}` (fingerprint `{export.target["fingerprint"]}`). Its licence: {licence(export.target["load"])}.
-- Drafter: `{export.model["_target_"].rpartition(".")[2]}`.
+{_adapted(export)}- Drafter: `{export.model["_target_"].rpartition(".")[2]}`.
 - Trained on: {_learnt_from(known["data"]) if known else "data that this folder does not tell"}.
 - Made by: {made}
   `draftsmith.json`, which no engine reads.

@@ -258,7 +258,7 @@ def run_job(options: Options, run: Path) -> None:
     if (adapted := report(described.target)) is not None:
         print(adapted)
     write_text(folder / "README.md", model_card(described, measured))
-    export_formats(options, target, drafter, described, figures(measured), data.test, run)
+    export_formats(options, target, drafter, native.read(folder), figures(measured), data.test, run)
     draw(measured, run / "acceptance.png")
     write_report(options, measured, run, [described])
     print(f"export: {folder}\nmeasure it on other prompts: python eval/acceptance.py export={folder}")

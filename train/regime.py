@@ -22,7 +22,6 @@ from models.errors import UserError
 from models.target import Target
 from models.types import TargetFeatures
 from train.backbone import backbone_of
-from train.divergences import Divergence
 from train.losses import chunked_loss
 
 _TARGET = "target_parameters."
@@ -63,7 +62,7 @@ class Regime(lightning.LightningModule):
             raise UserError(
                 f"{type(drafter).__name__} reads no states of the target: there is nothing to train it for."
             )
-        self.base = None if self.backbone.frozen else Divergence(self.backbone.base)
+        self.base = None if self.backbone.frozen else self.backbone.divergence()
         self.target_parameters = nn.ParameterList(target.trained)
         self._batches_per_step, self._step = 1, 0
         # In a tuple, so that it is neither trained nor saved with the drafter, nor moved by Lightning, which puts the

@@ -129,10 +129,15 @@ def check(options: Options) -> None:
             )
     answer_settings(options)
     planned_tree(options)
-    if backbone_of(options["drafter"]["training"]).by == "full" and options["draft_vocab_size"] is not None:
+    backbone = backbone_of(options["drafter"]["training"])
+    if backbone.by == "full" and options["draft_vocab_size"] is not None:
         raise UserError(
             "drafter.training.backbone.by=full trains the target's head, of which a drafter with fewer tokens has a "
             "copy: set draft_vocab_size=null."
+        )
+    if options["export"]["formats"] and not backbone.frozen and backbone.export == "separate":
+        raise UserError(
+            "export.formats needs a whole target beside the drafter: use drafter.training.backbone.export=merged."
         )
     for name in options["export"]["formats"]:
         if format_of(name) is native:

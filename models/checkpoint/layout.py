@@ -96,6 +96,8 @@ def write(
     files, of which those named above are then replaced. Raises UserError that names every tensor and key that is
     missing, unread or of another shape or dtype.
     """
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).exists():
+        raise UserError(f"{str(folder)!r} holds something else: name a folder that is not there yet.")
     with atomic_folder(folder) as temporary:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         if also is not None:
@@ -280,8 +282,8 @@ def refuse_own_copy(contents: Contents, name: str, own: Tensor, what: str) -> No
     found = contents.tensors.get(name)
     if found is None:
         return
-    coarse = min(found.dtype, own.dtype, key=lambda dtype: dtype.itemsize)
-    if not torch.allclose(found.float(), own.detach().cpu().float(), rtol=2 * torch.finfo(coarse).eps, atol=1e-6):
+    coarse = max(torch.finfo(dtype).eps for dtype in (found.dtype, own.dtype))
+    if not torch.allclose(found.float(), own.detach().cpu().float(), rtol=2 * coarse, atol=1e-6):
         raise UserError(
             f"{str(contents.folder)!r} brings {name}, which is not the target's {what}; our drafter reads the target's."
         )

@@ -28,7 +28,7 @@ _SPELLING = Spelling(
     config={"architectures": ["MiMoForCausalLM"]},  # and the model type stays qwen2: transformers knows no mimo
 )
 USE = snippets.inside_the_target(
-    'vLLM: `LLM(model=FOLDER, speculative_config={"method": "mtp", "num_speculative_tokens": 1})`.'
+    'vLLM: `LLM(model="FOLDER", speculative_config={"method": "mtp", "num_speculative_tokens": 1})`.'
 )
 
 save, read, load, recognises = mtp.functions(_SPELLING)

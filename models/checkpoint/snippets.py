@@ -6,15 +6,16 @@ PARTS = ("TARGET", "FOLDER", "TOKENS", "ROWS")
 
 
 def vllm(method: str) -> str:
-    """For vLLM, with the method by its name: vLLM otherwise guesses it from the folder's path."""
-    return f"""vLLM guesses the method from the folder's path where it is not named:
+    """For vLLM, with the method by its name."""
+    return f"""vLLM; it may guess another method where "eagle-", "eagle3", "dflash" or "dspark" is in the folder's path:
 
 ```python
 from vllm import LLM, SamplingParams
 
-drafts = {{"method": "{method}", "model": "FOLDER", "num_speculative_tokens": TOKENS}}
-llm = LLM(model="TARGET", speculative_config=drafts)
-print(llm.generate(["def main("], SamplingParams(temperature=0, max_tokens=64))[0].outputs[0].text)
+if __name__ == "__main__":  # vLLM starts further processes, which import this
+    drafts = {{"method": "{method}", "model": "FOLDER", "num_speculative_tokens": TOKENS}}
+    llm = LLM(model="TARGET", speculative_config=drafts)
+    print(llm.generate(["def main("], SamplingParams(temperature=0, max_tokens=64))[0].outputs[0].text)
 ```
 """
 
@@ -46,8 +47,8 @@ model = EaModel.from_pretrained(base_model_path="TARGET", ea_model_path="FOLDER"
 
 def inside_the_target(engine: str) -> str:
     """For a module that is a part of the target's checkpoint."""
-    return f"""These are tensors of the target's own checkpoint. `python train/export.py export=FOLDER format=NAME
-stitch=true` writes the target's files with them. {engine}
+    return f"""These are tensors of the target's own checkpoint. `stitch=true` in the command that wrote
+them, python train/export.py, writes the target's files with them. {engine}
 """
 
 
@@ -79,6 +80,7 @@ SPECULATORS = """vLLM also starts target and drafter from the folder alone:
 ```python
 from vllm import LLM
 
-llm = LLM(model="FOLDER")
+if __name__ == "__main__":
+    llm = LLM(model="FOLDER")
 ```
 """

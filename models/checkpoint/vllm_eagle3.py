@@ -18,7 +18,7 @@ _KEYS = (*llama.KEYS, "draft_vocab_size", "target_hidden_size", "norm_before_res
 
 def manifest(config: Config, names: set[str]) -> Manifest:
     """What a folder with such a config.json must hold."""
-    ids = (config.get("eagle_config") or {}).get(eagle3.IDS)
+    ids = config.get(eagle3.IDS) or (config.get("eagle_config") or {}).get(eagle3.IDS)
     return eagle3.manifest(config, names, _KEYS, len(ids) if ids else eagle3.NUM_STATES)
 
 
@@ -35,7 +35,7 @@ def save(drafter: Any, target: Target, export: native.Export, folder: Path, card
 def _model_of(config: Config) -> Config:
     inner = config.get("eagle_config") or {}
     options = {key: inner[key] for key in ("norm_before_fc", "fc_norm", "norm_output") if key in inner}
-    return eagle3.model_of({**options, **config}, inner.get(eagle3.IDS) or config.get(eagle3.IDS))
+    return eagle3.model_of({**options, **config}, config.get(eagle3.IDS) or inner.get(eagle3.IDS))
 
 
 def read(folder: Path) -> native.Export:

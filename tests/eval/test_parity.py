@@ -15,11 +15,11 @@ from rich.console import Console
 
 from conf.compose import ROOT
 from engine.settings import DecodeSettings
-from eval import engines, parity
+from eval import engines, parity, provenance
 from eval.engines import Answers, Task
 from eval.parity import Case, cases, run, samples
 from eval.parity_table import print_parity
-from eval.rounds import VLLM, count, trace
+from eval.rounds import VLLM, Counts, count, trace
 from models.checkpoint import native
 from models.drafter.distilled_lm import DistilledLM
 from models.drafter.eagle import EagleDrafter
@@ -105,8 +105,15 @@ def test_without_vllms_environment_it_is_said_how_to_make_it(lookup: str) -> Non
 
 
 def test_equal_counts_pass_and_are_kept(
-    lookup: str, draft_lm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lookup: str,
+    draft_lm: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """While this code is that of a revision; what is not committed may be anything."""
+    known, revision = provenance.provenance(), "abc"
+    monkeypatch.setattr(provenance, "provenance", lambda: known | {"git_revision": revision})
     both = [
         {"export": export, "format": name, "engine": engine}
         for export, name in ((lookup, None), (draft_lm, "hf_causal_lm"))
@@ -124,6 +131,9 @@ def test_equal_counts_pass_and_are_kept(
     capsys.readouterr()
     assert run(asked) and capsys.readouterr().out.count("passed before") == 4
     assert run(asked | {"cases": both[:1], "seed": 1}) and "passed before" not in capsys.readouterr().out
+    for _ in range(2):
+        revision = "abc-dirty"
+        assert run(asked | {"cases": both[:1]}) and "passed before" not in capsys.readouterr().out
 
 
 def test_files_of_another_drafter_fail_with_a_cause(
@@ -212,6 +222,14 @@ def test_sampled_counts_are_judged_by_their_law(
     assert (case["p_value"] >= 1e-3) is same and case["prompts"] == 20
     assert (case["cause"] is None) if same else ("two laws" in case["cause"])
     assert [sum(h) for h in case["histograms"]] == [case[side]["drafts"] for side in ("ours", "theirs")]
+
+
+def test_an_engine_that_drafts_nothing_fails_at_any_temperature() -> None:
+    """Nothing accepted, in no round: no law is another one."""
+    task: Any = None
+    drafting, silent = Counts([1, 2], 2, 6, [0, 0, 0]), Counts([1, 2], 0, 0, [0, 0, 0])
+    judged = parity.sampled(task, [drafting] * 9, [silent] * 9, {"seed": 0, "significance": 1e-3})
+    assert not judged["passed"] and judged["cause"] == "theirs drafted nothing"
 
 
 def test_samples_have_seeds_of_their_own() -> None:

@@ -19,13 +19,14 @@ from engine.loop import generate
 from engine.settings import DecodeSettings
 from eval.acceptance import measure_exports
 from eval.adapted import distance, report
-from models.checkpoint import native
+from models.checkpoint import format_of, native
 from models.errors import UserError
 from models.target import Target, load_target
 from models.target.adapted import AdaptedTarget, Lora, save_target
 from tests.helpers.characters import character_tokenizer
 from tests.helpers.drafters import prompts as random_prompts
 from tests.helpers.models import random_model
+from train import export as command
 from train import pipeline, settings
 
 SMALL = [
@@ -41,7 +42,7 @@ MEDUSA = [
     "drafter.training.backbone.rank=4",
 ]
 RUNS = {
-    "merged": [*MEDUSA],
+    "merged": [*MEDUSA, "export.formats=[vllm_medusa]"],
     "separate": [*MEDUSA, "drafter.training.backbone.export=separate"],
     "full": ["+drafter=mtp_parallel", "drafter.training.backbone.by=full", "drafter.training.projection=true"],
 }
@@ -188,6 +189,26 @@ def test_another_drafter_is_trained_for_the_adapted_target(runs: dict[str, Made]
     assert again.finished().fingerprint not in (target.fingerprint, target.original.fingerprint)
 
 
+def test_an_engines_folder_names_the_adapted_target(runs: dict[str, Made]) -> None:
+    run, module = runs["merged"], format_of("vllm_medusa")
+    export, place = module.read(run.folder / "vllm_medusa"), run.export / "target"
+    assert Path(export.target["load"]["name_or_path"]) == place
+    target = load_target(**export.target["load"])
+    assert target.fingerprint == export.target["fingerprint"]
+    ours, theirs = native.load(run.export, target), module.load(run.folder / "vllm_medusa", target)
+    assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
+    card = (run.folder / "vllm_medusa" / "README.md").read_text()
+    assert "ADAPTED" in card and f'model="{place}"' in card
+
+
+def test_engines_get_no_drafter_whose_target_is_an_adapter(runs: dict[str, Made], base: Path, tmp_path: Path) -> None:
+    with (
+        hydra.initialize_config_dir(str(ROOT), version_base="1.3"),
+        pytest.raises(UserError, match=r"backbone\.export=merged"),
+    ):
+        command.job(hydra.compose("export", [f"export={runs['separate'].export}", "format=vllm_medusa"]))
+
+
 def test_the_distance_is_that_of_loops(base: Path, runs: dict[str, Made]) -> None:
     original, adapted = original_of(base), load_target(**native.read(runs["merged"].export).target["load"])
     texts = [([3, 1, 4, 1, 5, 9], 2), ([2, 7, 1, 8], 1)]
@@ -210,7 +231,7 @@ def test_the_distance_is_that_of_loops(base: Path, runs: dict[str, Made]) -> Non
     [(["drafter.training.backbone.by=full", "draft_vocab_size=32"], "set draft_vocab_size=null"),
      (["drafter.training.backbone.ramp=2"], "backbone.ramp is 2"),
      (["drafter.training.backbone.target_modules=[lm_head]"], "neither the embedding nor the head"),
-     (["drafter.training._target_=train.feature_regression.FeatureRegression"], "backbone|unexpected")],
+     (["drafter.training.backbone.export=separate", "export.formats=[vllm_medusa]"], "backbone.export=merged")],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused_before_the_long_work(
     changes: list[str], said: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -336,7 +336,8 @@ def test_a_resumed_run_has_the_target_of_an_undisturbed_one(target: Target, tmp_
         ({"rank": 0}, "backbone.rank is 0"), ({"drafter_lr_multiple": 0}, "drafter_lr_multiple is 0"),
         ({"drafter_only": 1.0}, "drafter_only is 1.0"), ({"dropout": -0.1}, "dropout is -0.1"),
         ({"by": "full", "export": "separate"}, "has no adapter to stand alone"),
-        ({"by": "lora", "base": {"kl": 0}}, "losses is empty"), ({"by": "lora", "base": {"kll": 1}}, "has 'kll'"),
+        ({"by": "lora", "base": {"kl": 0}}, "backbone.base is empty"),
+        ({"by": "lora", "base": {"kll": 1}}, "backbone.base has 'kll'"),
         ({"rnak": 3}, "unexpected keyword argument 'rnak'"),
     ],
 )  # fmt: skip

@@ -46,6 +46,14 @@ def options(*overrides: str) -> dict[str, Any]:
         return plain(hydra.compose("train", overrides=["trainer=cpu", *overrides]))
 
 
+def test_a_folder_of_something_else_is_never_replaced(made: Path) -> None:
+    before = sorted(file.name for file in made.iterdir())
+    for folder in (made, made.parent):
+        with pytest.raises(UserError, match="holds something else"):
+            run(export, "export", f"export={made}", "format=vllm_eagle", f"output={folder}")
+    assert sorted(file.name for file in made.iterdir()) == before
+
+
 def test_the_command_writes_a_folder_with_a_card(made: Path, tiny: Target, capsys: pytest.CaptureFixture[str]) -> None:
     run(export, "export", f"export={made}", "format=vllm_eagle")
     folder = made.parent / "vllm_eagle"

@@ -394,9 +394,10 @@ def test_published_layers_of_a_small_target_are_not_guessed(tmp_path: Path) -> N
 def test_what_a_file_means_that_is_silent_on_norm_before_residual(name: str, meant: bool, tmp_path: Path) -> None:
     for stated in (False, True):
         case = Case(name, EAGLE3, {"norm_before_residual": stated})
-        drafter = formats.save(case, tmp_path / "made")
-        edited_config(unrecorded(tmp_path / "made"), lambda config: config.pop("norm_before_residual"))
-        assert same(drafter, loaded(case, tmp_path / "made", name), case) == (stated == meant)
+        folder = tmp_path / f"made-{stated}"
+        drafter = formats.save(case, folder)
+        edited_config(unrecorded(folder), lambda config: config.pop("norm_before_residual"))
+        assert same(drafter, loaded(case, folder, name), case) == (stated == meant)
 
 
 def test_a_stitched_target_is_whole(tmp_path: Path) -> None:
