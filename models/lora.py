@@ -30,7 +30,7 @@ def add_adapters(model: nn.Module, settings: Mapping[str, Any], where: str) -> N
     """
     rank, alpha, dropout = _checked(settings, where)
     chosen = _chosen(model, settings.get("target_modules"), where)
-    from peft import LoraConfig, inject_adapter_in_model  # slow to import, and rarely needed
+    from peft import LoraConfig  # slow to import, and rarely needed
 
     config = LoraConfig(
         r=rank,
@@ -39,8 +39,18 @@ def add_adapters(model: nn.Module, settings: Mapping[str, Any], where: str) -> N
         target_modules=list(chosen),
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in chosen.values()),
     )
-    inject_adapter_in_model(config, model)
+    inject(config, model)
     model.train(model.training)  # the adapters too
+
+
+def inject(config: Any, model: nn.Module) -> None:
+    """Put adapters beside the model's layers, in float32 at least: small steps of training would be rounded away."""
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 def merge_adapters(model: nn.Module) -> dict[str, nn.Module]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from eval.provenance import provenance
 from eval.tree import comb
 from models.checkpoint import detect, format_of, native
 from models.errors import UserError
-from models.files import write_text
+from models.files import flat, write_text
 from models.tree import StaticTree
 from train.backbone import backbone_of
 
@@ -182,7 +181,7 @@ def record(options: Options, run: Path) -> None:
     """Write what the run is, before it starts. Raises UserError where the folder holds another run."""
     path = run / "config.json"
     if path.exists() and any((run / made).exists() for made in ("checkpoints", "export")):
-        before, now = (dict(_flat(_fixed(o))) for o in (json.loads(path.read_text())["config"], options))
+        before, now = (dict(flat(_fixed(o))) for o in (json.loads(path.read_text())["config"], options))
         different = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if different:
             raise UserError(
@@ -210,11 +209,3 @@ def _fixed(options: Options) -> Options:
     if fixed.get("init_from", 0) is None:
         del fixed["init_from"]  # a run from nothing is the same one as before there was this setting
     return fixed
-
-
-def _flat(options: Options, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in options.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -38,8 +38,7 @@ def save(
     obstacles: dict[str, bool] | None = None,
 ) -> None:
     """Write an EAGLE-1 drafter for one engine; with `zero_bias`, `fc` gets one of zeros where it has none."""
-    layout.require(name, drafter, (EagleDrafter,), {})  # what is asked below is an EagleDrafter's
-    layout.require(name, drafter, (EagleDrafter,), {**_obstacles(drafter, target), **(obstacles or {})})
+    layout.require(name, drafter, (EagleDrafter,), lambda: {**_obstacles(drafter, target), **(obstacles or {})})
     tensors = {key.removeprefix(_STACK): tensor for key, tensor in drafter.state_dict().items()}
     weight = drafter.fc.weight
     if zero_bias and drafter.fc.bias is None:
@@ -51,10 +50,12 @@ def save(
         config["logit_scale"] = target.head.scale
     layout.write(
         folder,
+        name,
+        drafter,
+        export,
         tensors=tensors,
         config=config,
         foretell=foretell,
-        record=layout.record_of(name, drafter, export),
         card=card,
     )
 

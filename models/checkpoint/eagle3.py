@@ -80,7 +80,7 @@ def save(
     layer: str = MIDLAYER,
 ) -> None:
     """Write an EAGLE-3 drafter for one engine, whose config.json is `config`."""
-    layout.require(name, drafter, (Eagle3Drafter,), {**obstacles(drafter, target), **more_obstacles})
+    layout.require(name, drafter, (Eagle3Drafter,), lambda: {**obstacles(drafter, target), **more_obstacles})
     tensors: dict[str, Tensor] = {}
     for key, tensor in drafter.state_dict().items():
         tensors[layer + key.removeprefix(_OURS) if key.startswith(_OURS) else key] = tensor
@@ -88,10 +88,12 @@ def save(
         tensors |= vocabulary_maps(drafter.vocab)
     layout.write(
         folder,
+        name,
+        drafter,
+        export,
         tensors=tensors,
         config=config,
         foretell=foretell,
-        record=layout.record_of(name, drafter, export),
         card=card,
     )
 

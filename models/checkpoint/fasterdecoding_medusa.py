@@ -38,17 +38,8 @@ def manifest(config: Config, names: set[str]) -> Manifest:
 
 def save(drafter: Any, target: Target, export: native.Export, folder: Path, card: str) -> None:
     """Write the folder. Raises UserError for a drafter that FasterDecoding's code would compute otherwise."""
-    kinds = (MedusaDrafter,)
-    layout.require(_NAME, drafter, kinds, {})  # what is asked below is a MedusaDrafter's
+    layout.require(_NAME, drafter, (MedusaDrafter,), lambda: _obstacles(drafter, target))
     layers = len(drafter.blocks[0].layers)
-    obstacles = {
-        "unembedding is shared": not hasattr(drafter, "lm_heads"),
-        "its draft vocabulary is reduced (train with draft_vocab_size=null)": drafter.vocab.reduced,
-        f"num_layers is {layers}, not 1": layers != 1,
-        "the target's logits are scaled": target.head.scale != 1,
-        **layout.obstacles_of_target(target, embedding=False),
-    }
-    layout.require(_NAME, drafter, kinds, obstacles)
     tensors = {_name_of(name, layers): tensor for name, tensor in drafter.state_dict().items()}
     config = {
         "model_type": "medusa",
@@ -63,12 +54,25 @@ def save(drafter: Any, target: Target, export: native.Export, folder: Path, card
     }
     layout.write(
         folder,
+        _NAME,
+        drafter,
+        export,
         tensors=tensors,
         config=config,
         foretell=manifest,
-        record=layout.record_of(_NAME, drafter, export),
         card=card,
     )
+
+
+def _obstacles(drafter: Any, target: Target) -> dict[str, bool]:
+    layers = len(drafter.blocks[0].layers)
+    return {
+        "unembedding is shared": not hasattr(drafter, "lm_heads"),
+        "its draft vocabulary is reduced (train with draft_vocab_size=null)": drafter.vocab.reduced,
+        f"num_layers is {layers}, not 1": layers != 1,
+        "the target's logits are scaled": target.head.scale != 1,
+        **layout.obstacles_of_target(target, embedding=False),
+    }
 
 
 def _name_of(name: str, layers: int) -> str:

@@ -53,9 +53,7 @@ def _name_of(model: nn.Module, part: nn.Module) -> str:
 
 def save(drafter: Any, target: Target, export: native.Export, folder: Path, card: str) -> None:
     """Write the folder. Raises UserError for a drafter that is no language model of the target's whole vocabulary."""
-    kinds = (DraftLM, DistilledLM)
-    layout.require(_NAME, drafter, kinds, {})  # what is asked below is a language model's
-    layout.require(_NAME, drafter, kinds, _obstacles(drafter, target))
+    layout.require(_NAME, drafter, (DraftLM, DistilledLM), lambda: _obstacles(drafter, target))
     config, tensors = _written_out(drafter, target)
     generation = {
         "num_assistant_tokens": export.num_speculative_tokens,
@@ -72,10 +70,13 @@ def save(drafter: Any, target: Target, export: native.Export, folder: Path, card
 
     layout.write(
         folder,
+        _NAME,
+        drafter,
+        export,
         tensors=tensors,
         config=config,
         foretell=manifest,
-        record={**layout.record_of(_NAME, drafter, export), "generation_config": generation},
+        more_record={"generation_config": generation},
         card=card,
         also=also,
     )

@@ -10,7 +10,7 @@ README.md            the model card
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from models.checkpoint import native
 from models.errors import UserError
-from models.files import atomic_folder, sha256
+from models.files import atomic_folder, flat, sha256
 from models.target import Target
 
 CONFIG, TENSORS, RECORD = "config.json", "model.safetensors", "draftsmith.json"
@@ -59,12 +59,15 @@ Foretell = Callable[[Config, set[str]], Manifest]
 Mine = Callable[[Config, str], bool]  # whether a tensor of that name is the drafter's
 
 
-def require(name: str, drafter: Any, kinds: tuple[type, ...], obstacles: Mapping[str, bool]) -> None:
-    """Raise UserError where `drafter` is none of the `kinds` that format `name` takes, or an obstacle is there."""
+def require(name: str, drafter: Any, kinds: tuple[type, ...], obstacles: Callable[[], Mapping[str, bool]]) -> None:
+    """Raise UserError where `drafter` is none of the `kinds` that format `name` takes, or an obstacle is there.
+
+    Obstacles are asked for of a drafter of such a kind only.
+    """
     taken = " or ".join(kind.__name__ for kind in kinds)
     if type(drafter) not in kinds:
         raise UserError(f"Format {name} takes {taken}, not {type(drafter).__name__}.")
-    if found := [what for what, there in obstacles.items() if there]:
+    if found := [what for what, there in obstacles().items() if there]:
         raise UserError(f"Format {name} cannot hold this {taken}: {'; '.join(found)}.")
 
 
@@ -80,35 +83,47 @@ def obstacles_of_target(target: Target, *, embedding: bool = True, head: bool = 
 
 def write(
     folder: Path,
+    name: str,
+    drafter: Any,
+    export: native.Export,
     *,
     tensors: Mapping[str, Tensor],
     config: Config,
     foretell: Foretell,
-    record: Config,
     card: str,
+    more_record: Config | None = None,
     file: str = TENSORS,
     mine: Mine = lambda config, name: True,
     also: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a folder, whole or not at all, and only if what is then on disk is what `foretell` says of its config.
+    """Write a folder of format `name`, whole or not at all, and only if what is on disk is what `foretell` says.
 
-    `record` is native's description of the drafter with the format's name as its `layout`; `also` writes further
-    files, of which those named above are then replaced. Raises UserError that names every tensor and key that is
-    missing, unread or of another shape or dtype.
+    draftsmith.json gets native's description of the drafter, and `more_record`; `also` writes further files, of which
+    those named above are then replaced. Raises UserError that names every tensor and key that is missing, unread or of
+    another shape or dtype.
     """
     if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).exists():
         raise UserError(f"{str(folder)!r} holds something else: name a folder that is not there yet.")
     with atomic_folder(folder) as temporary:
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         if also is not None:
             also(temporary)
         save_file(plain, temporary / file, metadata={"format": "pt"})
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         (temporary / "README.md").write_text(card)
-        kept = {**record, "config": config, "tensors": sorted(plain), "file": file, "sha256": sha256(temporary / file)}
+        kept = {
+            **native.config_of(drafter, export, drafter.vocab),
+            "target": export.target,  # an adapted one lies elsewhere, where it was found
+            "layout": name,
+            **(more_record or {}),
+            "config": config,
+            "tensors": sorted(plain),
+            "file": file,
+            "sha256": sha256(temporary / file),
+        }
         (temporary / RECORD).write_text(json.dumps(kept, indent=2) + "\n")
         found = read(temporary, foretell, mine=mine)
-        different = [name for name, tensor in plain.items() if not torch.equal(found.tensors[name], tensor)]
+        different = [key for key, tensor in plain.items() if not torch.equal(found.tensors[key], tensor)]
         if different:
             raise UserError(f"{str(folder)!r} was written with other values in {', '.join(different)}.")
 
@@ -191,15 +206,9 @@ def recorded_format(folder: Path) -> str | None:
     return None if record is None else record["layout"]
 
 
-def record_of(name: str, drafter: Any, export: native.Export) -> Config:
-    """What draftsmith.json says of a drafter that is written in format `name`, but for the files themselves."""
-    about = native.config_of(drafter, export, drafter.vocab)
-    return {**about, "target": export.target, "layout": name}  # an adapted target lies elsewhere, where it was found
-
-
 def refuse_changes(path: Path, before: Config, now: Config) -> None:
     """Raise UserError that names every key of the JSON file at `path` that is another than when it was written."""
-    old, new = dict(_flat(before)), dict(_flat(now))
+    old, new = dict(flat(before)), dict(flat(now))
     changed = [
         f"{key} is {new.get(key, 'missing')!r}, and was {old.get(key, 'missing')!r}"
         for key in sorted(old.keys() | new.keys())
@@ -207,14 +216,6 @@ def refuse_changes(path: Path, before: Config, now: Config) -> None:
     ]
     if changed:
         raise UserError(f"{str(path)!r} was altered after the export: {'; '.join(changed)}.")
-
-
-def _flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def read_json(path: Path, folder: Path) -> Config:

@@ -26,7 +26,6 @@ from models.layers import layer_config
 from models.target import Target
 from models.vocab import DraftVocab
 
-_KINDS = (SequentialMTP,)
 _BLOCK, _LAYER = "blocks.0.", "blocks.0.stack.layers.0."
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _FILE, _INDEX = "model-mtp.safetensors", f"{layout.TENSORS}.index.json"
@@ -103,8 +102,7 @@ def save(
 
     Raises UserError for a drafter that engines would compute otherwise.
     """
-    layout.require(spelling.name, drafter, _KINDS, {})  # what is asked below is a SequentialMTP's
-    layout.require(spelling.name, drafter, _KINDS, _obstacles(spelling, drafter, target))
+    layout.require(spelling.name, drafter, (SequentialMTP,), lambda: _obstacles(spelling, drafter, target))
     dtype = target.dtype if stitch else next(drafter.parameters()).dtype
     config = json.loads(target.model.config.to_json_string(use_diff=False))
     config = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
@@ -115,10 +113,12 @@ def save(
     tensors = {name: tensor.to(dtype) for name, tensor in _theirs(spelling, drafter, target, config).items()}
     layout.write(
         folder,
+        spelling.name,
+        drafter,
+        export,
         tensors=tensors,
         config=config,
         foretell=lambda found, names: manifest(spelling, found),
-        record=layout.record_of(spelling.name, drafter, export),
         card=card,
         file=_FILE if stitch else layout.TENSORS,
         mine=lambda found, name: name.startswith(spelling.prefix(found)),

@@ -57,7 +57,7 @@ def save(drafter: Any, target: Target, export: native.Export, folder: Path, card
         "draft_vocab_size=null)": drafter.vocab.reduced and not shared
     }
     obstacles = {**layout.obstacles_of_target(target, embedding=False), **unloadable}
-    layout.require(_NAME, drafter, (MedusaDrafter,), obstacles)
+    layout.require(_NAME, drafter, (MedusaDrafter,), lambda: obstacles)
     tensors = dict(drafter.state_dict())
     dtype = next(iter(tensors.values())).dtype
     if shared:
@@ -80,10 +80,12 @@ def save(drafter: Any, target: Target, export: native.Export, folder: Path, card
         config["logit_scale"] = target.head.scale
     layout.write(
         folder,
+        _NAME,
+        drafter,
+        export,
         tensors=tensors,
         config=config,
         foretell=manifest,
-        record=layout.record_of(_NAME, drafter, export),
         card=card,
     )
 

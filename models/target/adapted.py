@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models.errors import UserError
-from models.lora import merge_adapters
+from models.lora import inject, merge_adapters
 from models.target.target import Target
 
 MARK = "draftsmith_adaptation"  # a key of the model's config, and so a part of the fingerprint
@@ -135,7 +135,7 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     try:
         tensors = load_file(folder / _WEIGHTS)
         config = LoraConfig.from_pretrained(str(folder))
-        _inject(config, model)
+        inject(config, model)
         ours = {f"{_PREFIX}{name}": tensor for name, tensor in get_peft_model_state_dict(model).items()}
         wrong = sorted(ours.keys() ^ tensors.keys())
         wrong += sorted(name for name in ours.keys() & tensors.keys() if ours[name].shape != tensors[name].shape)
@@ -173,7 +173,7 @@ def _attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            _inject(config, model)
+            inject(config, model)
         except ValueError as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"drafter.training.backbone.target_modules={modules}: {reason}") from error
@@ -183,16 +183,6 @@ def _attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
             f"drafter.training.backbone.target_modules={modules}: neither the embedding nor the head can have an "
             "adapter, since drafters share them."
         )
-
-
-def _inject(config: Any, model: PreTrainedModel) -> None:
-    """Put adapters beside the model's layers, in float32 at least: small steps of training would be rounded away."""
-    from peft import inject_adapter_in_model
-
-    inject_adapter_in_model(config, model)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 def _marked(model: PreTrainedModel, mark: str) -> PreTrainedModel:

@@ -290,12 +290,12 @@ def test_a_slip_in_a_writer_is_caught_on_the_file(tmp_path: Path, monkeypatch: p
     case = CASES[0]
     write = layout.write
 
-    def slipping(folder: Path, **options: Any) -> None:
+    def slipping(*what: Any, **options: Any) -> None:
         tensors = dict(options.pop("tensors"))
         tensors["fc.bias"] = tensors["fc.weight"][:, 0].clone()
         tensors["layers.0.mlp.up_proj.weight"] = tensors["layers.0.mlp.up_proj.weight"].t()
         del tensors["layers.0.post_attention_layernorm.weight"], options["config"]["rope_theta"]
-        write(folder, tensors=tensors, **options)
+        write(*what, tensors=tensors, **options)
 
     monkeypatch.setattr(layout, "write", slipping)
     with pytest.raises(UserError) as error:
