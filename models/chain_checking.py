@@ -1,13 +1,15 @@
 """How one drafter checks the chain of another, token by token: the same for every second drafter with an `Expander`.
 
 A token y ~ q1 is accepted with probability min(1, q2(y)/q1(y)), or replaced by a draw from norm(max(q2 − q1, 0)), so
-that what is handed on is a sample of q2 (2211.17192, with the second drafter in the target's place).
+that what is handed on is a sample of q2 (2211.17192, with the second drafter in the target's place). A chain may end
+behind a token that the second one chose by itself, never before it: that token is still tested.
 
 B batch, N drafted tokens, M tokens of the chain that is checked, V target and Vd draft vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -23,32 +25,38 @@ from models.vocab import DraftVocab
 
 
 def check_chain(
-    expander: Expander,
+    second: Callable[[], Expander],
     vocab: DraftVocab,
     first: Draft,
     num_tokens: int,
     *,
     num_checked: Tensor,
+    num_own: int | None = None,
     sampling: SamplingParams,
     random: RequestRandom,
 ) -> Draft:
-    """Draft N tokens from the laws that `expander` tells, along the chain `first` for as long as its tokens pass.
+    """Draft up to N tokens from the laws that `second` tells, along the chain `first` for as long as its tokens pass.
 
     Behind `num_checked` (B,) accepted tokens those of `first` are taken as they are, with the laws they were drawn
-    from. Two calls of `random` wherever it is sampled. A request that the expander has no room for gets a shorter
-    chain, or none.
+    from; where that is all there is to say, `second` is not called. A request's chain ends with its token number
+    `num_own` that is the second one's own, not the first one's; None: it has N tokens. Two calls of `random` wherever
+    it is sampled. A request that the expander has no room for gets a shorter chain, or none.
     """
-    lengths = None if expander.room is None else expander.room.clamp(0, num_tokens)
     uniforms = None if sampling.greedy else (random.uniform(num_tokens), random.uniform(num_tokens))
-    check = _Check(first, num_tokens, num_checked, sampling, uniforms)
-    if (lengths is not None and not lengths.any()) or check.finished(0):
-        return replace(check.first, lengths=lengths)
+    check = _Check(first, num_tokens, num_checked, num_own, sampling, uniforms)
+    if check.finished(0):
+        return check.first
+    expander = second()
+    if expander.room is not None:
+        check.limit(expander.room)
+    if not check.most:
+        return replace(check.first, lengths=check.ends)
     steps = AlongChain(expander, check.first.token_ids[:, : check.needed])
     logits = steps.root()
     only = torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device)
     tokens: list[Tensor] = []
     laws: list[Tensor] = []
-    for depth in range(num_tokens if lengths is None else int(lengths.max())):
+    for depth in range(check.most):
         if check.finished(depth):
             break
         if depth > 0:
@@ -59,35 +67,53 @@ def check_chain(
     rest = check.first.token_ids[:, len(tokens) :]
     drafted = torch.cat([torch.stack(tokens, dim=1), rest], dim=1)
     probs = torch.cat([torch.stack(laws, dim=1), check.laws(len(tokens), laws[0])], dim=1) if laws else None
-    return Draft(drafted, tree.chain_parents(len(drafted), num_tokens, drafted.device), probs, lengths)
+    return Draft(drafted, tree.chain_parents(len(drafted), num_tokens, drafted.device), probs, check.lengths)
 
 
 class _Check:
-    """Which requests still follow the first drafter's chain, and what comes next."""
+    """Which requests still follow the first drafter's chain, where chains end, and what comes next."""
 
     def __init__(
         self,
         first: Draft,
         num_tokens: int,
         num_checked: Tensor,
+        num_own: int | None,
         sampling: SamplingParams,
         uniforms: tuple[Tensor, Tensor] | None,
     ) -> None:
         batch_size, given = first.token_ids.shape
         lengths = torch.full((batch_size,), given) if first.lengths is None else first.lengths
         self.first = _widened(first, num_tokens)
-        self._full = bool((lengths == num_tokens).all())  # then a trusted chain is all there is to say
+        self.ends = torch.full((batch_size,), num_tokens)  # on the host, as all lengths
+        self._full = (lengths == num_tokens).to(first.token_ids.device)  # a trusted one is all there is to say
         self._trusted_from = num_checked.to(first.token_ids.device)
-        self._most = min(int(num_checked.max()), num_tokens)
         self._sampling, self._uniforms = sampling, uniforms
         self._lengths = lengths.to(first.token_ids.device)
         self._following = torch.ones_like(self._lengths, dtype=torch.bool)
+        self._num_own, self._own = num_own, torch.zeros(batch_size, dtype=torch.int64)
         # How many of the first one's tokens the second may have to read.
-        self.needed = max(0, self._most - 1 if self._full else min(int(lengths.max()), num_tokens - 1))
+        read = torch.where(lengths == num_tokens, num_checked.to(lengths) - 1, lengths).max()
+        self.needed = min(max(int(read), 0), num_tokens - 1)
+
+    def limit(self, room: Tensor) -> None:
+        """Let no chain be longer than `room` (B,)."""
+        self.ends = torch.minimum(self.ends, room.clamp(min=0).to(self.ends))
+
+    @property
+    def most(self) -> int:
+        """The longest that a chain can still become."""
+        return int(self.ends.max())
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """How long the chains are (B,); None: as long as was asked for."""
+        return self.ends if self.most < len(self.first.token_ids[0]) or (self.ends < self.most).any() else None
 
     def finished(self, depth: int) -> bool:
-        """Whether every request goes on with the rest of a full chain, unchecked."""
-        return depth >= self._most and self._full and bool(self._following.all())
+        """Whether every request is at its end, or goes on with the rest of a full chain, unchecked."""
+        trusted = self._following & self._full & (depth >= self._trusted_from)
+        return bool((trusted | (depth >= self.ends).to(trusted.device)).all())
 
     def next(self, depth: int, logits: Tensor, vocab: DraftVocab) -> tuple[Tensor, Tensor | None]:
         """The tokens (B,) at `depth` and their laws (B, V), where sampled, of the second one's logits (B, Vd)."""
@@ -105,7 +131,14 @@ class _Check:
             self._following = says & (trusted | (tests < chance))
             own = draw(torch.where((says & ~self._following)[:, None], residual, law), draws)
             law = torch.where((says & trusted)[:, None], self.laws(depth, law)[:, 0], law)
+        self._count_own(depth)
         return torch.where(self._following, said, own), law
+
+    def _count_own(self, depth: int) -> None:
+        """End the chains that have as many tokens of the second one's own as they may; those are the last."""
+        if self._num_own is not None:
+            self._own += (~self._following).cpu()
+            self.ends = torch.where(self._own == self._num_own, self.ends.clamp(max=depth + 1), self.ends)
 
     def laws(self, depth: int, like: Tensor) -> Tensor:
         """What the first one's tokens from `depth` on were drawn from: (B, N − depth, V), in the dtype of `like`."""

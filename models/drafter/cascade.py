@@ -9,7 +9,9 @@ Greedy drafting accepts y where it is the second one's choice.
 With `num_checked` the first one's tokens behind that many accepted ones are trusted: they are handed on unchecked, with
 the law that the first drew them from. With `trusted_match` so is all that was looked up by as long an ending of the
 text: what follows a long match is right more often than a small second drafter knows. Where all of them are trusted, up
-to the last that is asked for, the second is not asked any more. Which of the two speaks for a token depends on the
+to the last that is asked for, the second is not asked at all; it reads those rows when its turn comes. `num_own` ends
+a chain behind that many tokens which the second chose by itself: they cost more than what was looked up, and further
+ones are worth less. Which of the two speaks for a token depends on the
 committed text, the lengths of the first one's chains and the verdicts on tokens before it, so its law is the one
 reported given all that came before, and verification by the target stays exact.
 
@@ -30,20 +32,24 @@ from models.drafter import accelerate_drafter
 from models.errors import UserError
 from models.sampling import RequestRandom, SamplingParams
 from models.target import Target
+from models.tree_drafting import Expander
 from models.types import Draft, DraftState, TargetFeatures, probes
 from models.vocab import DraftVocab
 
 
 class CascadeState:
-    """The states of both drafters."""
+    """The states of both drafters, and the confirmed rows that the second has not read yet."""
 
     def __init__(self, first: DraftState, second: DraftState) -> None:
         self.first, self.second = first, second
+        self.unread: TargetFeatures | None = None
 
     def select(self, rows: list[int]) -> None:
         """Keep the requests `rows`, in that order."""
         self.first.select(rows)
         self.second.select(rows)
+        if self.unread is not None:
+            self.unread = self.unread.select(rows)
 
 
 class CascadeDrafter(nn.Module):
@@ -51,9 +57,9 @@ class CascadeDrafter(nn.Module):
 
     Each is the drafter in the folder `first_export` or `second_export`, or without one what `first` or `second`
     describes (`_target_` and arguments). `num_checked` None checks all of the first one's tokens; `trusted_match` None
-    trusts no match, and only drafters that look up have any. `stage_tokens` is written by an export: the token ids that
-    each stage can propose, None for all of them. Raises UserError for a number that is too small, a drafter that is not
-    given, and a second one that cannot draft token by token.
+    trusts no match, and only drafters that look up have any; `num_own` None ends no chain early. `stage_tokens` is
+    written by an export: the token ids that each stage can propose, None for all of them. Raises UserError for a
+    number that is too small, a drafter that is not given, and a second one that cannot draft token by token.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class CascadeDrafter(nn.Module):
         second_export: str | None = None,
         num_checked: int | None = None,
         trusted_match: int | None = None,
+        num_own: int | None = None,
         stage_tokens: list[list[int] | None] | None = None,
     ) -> None:
         super().__init__()
@@ -74,6 +81,8 @@ class CascadeDrafter(nn.Module):
             raise UserError(f"drafter.model.num_checked is {num_checked}: it must be 0 or more, or null for all.")
         if trusted_match is not None and trusted_match < 1:
             raise UserError(f"drafter.model.trusted_match is {trusted_match}: it must be 1 or more, or null for none.")
+        if num_own is not None and num_own < 1:
+            raise UserError(f"drafter.model.num_own is {num_own}: it must be 1 or more, or null for no end.")
         vocabs = [vocab, vocab]
         if stage_tokens is not None:
             chosen = [None if ids is None else torch.tensor(ids) for ids in stage_tokens]
@@ -90,7 +99,7 @@ class CascadeDrafter(nn.Module):
         self._columns = [[self.capture_layers.index(layer) for layer in layers] for layers in read]
         trusts = num_checked is not None or trusted_match is not None
         self.vocab = self.second.vocab if not trusts else _either(self.first.vocab, self.second.vocab)
-        self._num_checked, self._trusted_match = num_checked, trusted_match
+        self._num_checked, self._trusted_match, self._num_own = num_checked, trusted_match, num_own
 
     @property
     def export_arguments(self) -> dict[str, Any]:
@@ -121,7 +130,8 @@ class CascadeDrafter(nn.Module):
     ) -> Draft:
         """Take in the confirmed rows, let the first draft a chain of N tokens, and the second check and complete it.
 
-        A request that has filled the second drafter's own context gets a shorter draft, or none.
+        The second takes rows in when it is needed. A request that has filled its context gets a shorter draft then, or
+        none.
         """
         first = self.first.propose(
             state.first,
@@ -130,16 +140,25 @@ class CascadeDrafter(nn.Module):
             sampling=sampling,
             random=random,
         )
-        expander = self.second.expander(state.second, self._read_by(1, committed))
+        rows = self._read_by(1, committed)
+        state.unread = rows if state.unread is None else state.unread.followed_by(rows)
         return check_chain(
-            expander,
+            lambda: self._ask_second(state),
             self.second.vocab,
             first,
             num_speculative_tokens,
             num_checked=self._checked(first, num_speculative_tokens),
+            num_own=self._num_own,
             sampling=sampling,
             random=random,
         )
+
+    def _ask_second(self, state: CascadeState) -> Expander:
+        """What the second drafter tells behind all that is confirmed."""
+        assert state.unread is not None
+        rows, state.unread = state.unread, None
+        expander: Expander = self.second.expander(state.second, rows)
+        return expander
 
     def _checked(self, first: Draft, num_tokens: int) -> Tensor:
         """How many tokens of each of the first one's chains are checked: (B,)."""

@@ -92,6 +92,7 @@ class Case:
         point_masses: bool = False,
         said: int = LENGTH,
         num_checked: int | list[int] | None = None,
+        num_own: int | None = None,
         table: type[Table] = Table,
         change: Change | None = None,
     ) -> None:
@@ -100,7 +101,7 @@ class Case:
         weight = laws.gather(2, chains[..., None]).prod(1).squeeze(1)
         self.chains, self.laws, self.weight = chains[weight > 0], laws[weight > 0], weight[weight > 0]
         self.second, self.point_masses, self.said, self.num_checked = second, point_masses, said, num_checked
-        self.table, self.change = table, change
+        self.num_own, self.table, self.change = num_own, table, change
         self.expander: Any = None
 
     def draft(self, chain: Tensor, draws: Tensor, tests: Tensor, sampling: SamplingParams = SAMPLED) -> Draft:
@@ -113,8 +114,8 @@ class Case:
         self.expander = self.table(self.second, len(chain))
         random: Any = Given(draws, tests)
         made = check_chain(
-            self.expander, DraftVocab(VOCAB), first, LENGTH, num_checked=self._checked(len(chain)), sampling=sampling,
-            random=random,
+            lambda: self.expander, DraftVocab(VOCAB), first, LENGTH, num_checked=self._checked(len(chain)),
+            num_own=self.num_own, sampling=sampling, random=random,
         )  # fmt: skip
         if self.change is not None:
             made = self.change(first, made, behind(self.second, made.token_ids))
@@ -151,18 +152,22 @@ class Case:
             draws, tests, chain = put(draws[rows], at, draw), put(tests[rows], at, test), chain[rows]
         return chain, draws, tests, weight
 
-    def enumerate(self, target: Laws) -> Drafts:
-        """The drafts that may come out, what is said of them, and how likely each is."""
+    def enumerate(self, target: Laws) -> tuple[Drafts, Tensor]:
+        """The drafts that may come out, what is said of them and how likely each is; and their lengths (R,)."""
         chain, draws, tests, weight = self.all_drafts()
         draft = self.draft(chain, draws, tests)
-        assert draft.probs is not None and draft.lengths is None
+        assert draft.probs is not None and (draft.lengths is None or self.num_own is not None)
+        lengths = [LENGTH] * len(weight) if draft.lengths is None else draft.lengths.tolist()
         mass: dict[Any, float] = defaultdict(float)
-        for tokens, probs, one in zip(draft.token_ids.tolist(), draft.probs.tolist(), weight.tolist(), strict=True):
-            mass[tuple(tokens), tuple(tuple(law) for law in probs)] += one
-        merged = torch.tensor([tokens for tokens, _ in mass])
-        probs = torch.tensor([law for _, law in mass], dtype=torch.float64)
+        for tokens, probs, length, one in zip(
+            draft.token_ids.tolist(), draft.probs.tolist(), lengths, weight.tolist(), strict=True
+        ):
+            mass[tuple(tokens), tuple(tuple(law) for law in probs), length] += one
+        merged = torch.tensor([tokens for tokens, _, _ in mass])
+        probs = torch.tensor([law for _, law, _ in mass], dtype=torch.float64)
         likely = torch.tensor(list(mass.values()), dtype=torch.float64)
-        return Drafts(likely, merged, probs, behind(target, merged), list(range(-1, LENGTH - 1)))
+        drafts = Drafts(likely, merged, probs, behind(target, merged), list(range(-1, LENGTH - 1)))
+        return drafts, torch.tensor([length for _, _, length in mass])
 
 
 def put(x: Tensor, column: int, values: Tensor) -> Tensor:
@@ -171,13 +176,14 @@ def put(x: Tensor, column: int, values: Tensor) -> Tensor:
     return x
 
 
-def off_claim(drafts: Drafts) -> float:
+def off_claim(drafts: Drafts, lengths: Tensor) -> float:
     """The most by which any token's chance, given what was said before it, differs from the law that is said of it."""
     worst = 0.0
     for at in range(LENGTH):
         groups: dict[Any, list[float]] = defaultdict(lambda: [0.0] * VOCAB)
+        meant = lengths > at
         for tokens, probs, weight in zip(
-            drafts.tokens.tolist(), drafts.probs.tolist(), drafts.weight.tolist(), strict=True
+            drafts.tokens[meant].tolist(), drafts.probs[meant].tolist(), drafts.weight[meant].tolist(), strict=True
         ):
             said = tuple(tuple(round(p, 11) for p in law) for law in probs[: at + 1])
             groups[tuple(tokens[:at]), said][tokens[at]] += weight
@@ -213,6 +219,11 @@ CASES: list[dict[str, Any]] = [
     {"said": 0},
     {"table": ScoringTable},
     {"table": ScoringTable, "num_checked": 2},
+    {"num_own": 1},
+    {"num_own": 2, "num_checked": 1},
+    {"num_own": 1, "num_checked": 1, "said": 2},
+    {"num_own": 1, "said": 0},
+    {"num_own": 2, "said": 1, "table": ScoringTable},
 ]
 
 
@@ -222,37 +233,45 @@ def test_what_is_said_of_a_draft_is_its_law_and_the_targets_law_comes_out(
     point_masses: bool, options: dict[str, Any]
 ) -> None:
     target, first, second = laws(3, point_masses)
-    drafts = Case(first, second, point_masses=point_masses, **options).enumerate(target)
+    drafts, lengths = Case(first, second, point_masses=point_masses, **options).enumerate(target)
     assert float(drafts.weight.sum()) == pytest.approx(1, abs=EXACT)
-    assert off_claim(drafts) < 1e-10  # rounded to 11 digits
-    assert off_by(emitted_by(target, drafts, token), target) < EXACT
-    assert off_by(emitted_by(target, drafts, block, block=True), target) < EXACT
+    assert off_claim(drafts, lengths) < 1e-10  # rounded to 11 digits
+    for verify, whole in ((token, False), (block, True)):
+        emitted = emitted_by(target, drafts, verify, limits=lambda *_: lengths, block=whole)
+        assert off_by(emitted, target) < EXACT
 
 
 def test_a_chain_checked_whole_is_a_sample_of_the_second_drafter() -> None:
     """Jointly, whatever the first one said, and however long."""
     for point_masses, said in itertools.product([False, True], range(LENGTH + 1)):
         target, first, second = laws(4, point_masses)
-        drafts = Case(first, second, point_masses=point_masses, said=said).enumerate(target)
+        drafts = Case(first, second, point_masses=point_masses, said=said).enumerate(target)[0]
         torch.testing.assert_close(drafts.probs, behind(second, drafts.tokens), atol=EXACT, rtol=0)
         likely = drafts.probs.gather(2, drafts.tokens[..., None]).prod(1).squeeze(1)
         torch.testing.assert_close(drafts.weight, likely, atol=EXACT, rtol=0)
 
 
+@pytest.mark.parametrize("num_own", [None, 1, 2])
 @pytest.mark.parametrize("num_checked", [None, 0, 1, 2])
 @pytest.mark.parametrize("table", [Table, ScoringTable])
-def test_a_draft_is_the_same_alone_as_in_a_batch(table: type[Table], num_checked: int | None) -> None:
+def test_a_draft_is_the_same_alone_as_in_a_batch(
+    table: type[Table], num_checked: int | None, num_own: int | None
+) -> None:
     """Alone, a request often gets the end of the chain without a further question."""
     _, first, second = laws(5, True)
-    case = Case(first, second, point_masses=True, num_checked=num_checked, table=table)
+    case = Case(first, second, point_masses=True, num_checked=num_checked, num_own=num_own, table=table)
     chain, draws, tests, _ = case.all_drafts()
     for sampling in (SAMPLED, GREEDY):
         together = case.draft(chain, draws, tests, sampling)
         for row in range(len(chain)):
             alone = case.draft(*(x[row : row + 1] for x in (chain, draws, tests)), sampling)
-            assert torch.equal(alone.token_ids[0], together.token_ids[row])
+            length, as_alone = (
+                LENGTH if d.lengths is None else int(d.lengths[r]) for d, r in ((together, row), (alone, 0))
+            )
+            assert length == as_alone
+            assert torch.equal(alone.token_ids[0, :length], together.token_ids[row, :length])
             if together.probs is not None and alone.probs is not None:
-                torch.testing.assert_close(alone.probs[0], together.probs[row], atol=0, rtol=0)
+                torch.testing.assert_close(alone.probs[0, :length], together.probs[row, :length], atol=0, rtol=0)
             else:  # not a law was needed: the first one's point masses are handed on as they are
                 assert alone.probs is None
                 if together.probs is not None:
@@ -260,30 +279,40 @@ def test_a_draft_is_the_same_alone_as_in_a_batch(table: type[Table], num_checked
                     assert (together.probs[row].gather(1, alone.token_ids[0][:, None]) == 1).all()
 
 
-def greedy_by_loop(chain: list[int], said: int, second: Laws, num_checked: int | None) -> list[int]:
-    """Follow the chain while it is the second one's choice, or trusted; then the second one's own choices."""
+def greedy_by_loop(
+    chain: list[int], said: int, second: Laws, num_checked: int | None, num_own: int | None = None
+) -> list[int]:
+    """Follow the chain while it is the second one's choice, or trusted; then that one's own choices."""
     made: list[int] = []
-    follows = True
+    follows, own = True, 0
     for at in range(LENGTH):
+        if own == num_own:
+            break
         choice = int(second[at][tuple(made)].argmax())
         follows = follows and at < said
         if follows and (num_checked is None or at < num_checked):
             follows = chain[at] == choice
         made.append(chain[at] if follows else choice)
+        own += not follows
     return made
 
 
 @pytest.mark.parametrize("table", [Table, ScoringTable])
 @pytest.mark.parametrize("said", range(LENGTH + 1))
+@pytest.mark.parametrize("num_own", [None, 1, 2])
 @pytest.mark.parametrize("num_checked", [None, 0, 1, 2])
-def test_greedy_drafts_are_those_of_a_loop(num_checked: int | None, said: int, table: type[Table]) -> None:
+def test_greedy_drafts_are_those_of_a_loop(
+    num_checked: int | None, num_own: int | None, said: int, table: type[Table]
+) -> None:
     _, first, second = laws(6, False)
-    case = Case(first, second, point_masses=True, said=said, num_checked=num_checked, table=table)
+    case = Case(first, second, point_masses=True, said=said, num_checked=num_checked, num_own=num_own, table=table)
     nothing = torch.zeros(len(case.chains), LENGTH)
     draft = case.draft(torch.arange(len(case.chains)), nothing, nothing, GREEDY)
     assert draft.probs is None
-    expected = [greedy_by_loop(chain, said, second, num_checked) for chain in case.chains.tolist()]
-    assert draft.token_ids.tolist() == expected
+    expected = [greedy_by_loop(chain, said, second, num_checked, num_own) for chain in case.chains.tolist()]
+    lengths = [LENGTH] * len(expected) if draft.lengths is None else draft.lengths.tolist()
+    made = [tokens[:length] for tokens, length in zip(draft.token_ids.tolist(), lengths, strict=True)]
+    assert made == expected
 
 
 @pytest.mark.parametrize("said", range(LENGTH + 1))
@@ -340,8 +369,8 @@ def accepted_the_wrong_way_round(law: Tensor, tokens: Tensor, q: Tensor | None) 
 )
 def test_a_wrong_report_is_noticed(change: Change, options: dict[str, Any]) -> None:
     target, first, second = laws(3, False)
-    drafts = Case(first, second, change=change, **options).enumerate(target)
-    assert off_claim(drafts) > SEEN
+    drafts, lengths = Case(first, second, change=change, **options).enumerate(target)
+    assert off_claim(drafts, lengths) > SEEN
     assert off_by(emitted_by(target, drafts, token), target) > SEEN
 
 
@@ -349,6 +378,15 @@ def test_a_wrong_report_is_noticed(change: Change, options: dict[str, Any]) -> N
 def test_a_wrong_check_is_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain_checking, "try_child", mistake)
     target, first, second = laws(3, False)
-    drafts = Case(first, second).enumerate(target)
-    assert off_claim(drafts) > SEEN
+    drafts, lengths = Case(first, second).enumerate(target)
+    assert off_claim(drafts, lengths) > SEEN
     assert off_by(emitted_by(target, drafts, token), target) > SEEN
+
+
+def test_ending_a_chain_before_the_rejected_token_is_noticed() -> None:
+    """A length that looks at the value it cuts: what the second would have said in its place is never tested."""
+    target, first, second = laws(3, True)
+    drafts, lengths = Case(first, second, point_masses=True, num_own=1).enumerate(target)
+    shorter = torch.where(lengths < LENGTH, lengths - 1, lengths)
+    emitted = emitted_by(target, drafts, token, limits=lambda *_: shorter)
+    assert off_by(emitted, target) > SEEN

@@ -42,6 +42,7 @@ SUFFIX = {"_target_": "models.drafter.suffix.SuffixDrafter", "length_factor": 1.
 HYBRID = {"_target_": "models.drafter.hybrid.HybridDrafter", "neural": LM}
 LOOKUP_CACHE = {"_target_": "models.drafter.lookup_cache.LookupCacheDrafter", "ngrams": [3, 2, 1]}
 INNER = {"_target_": CASCADE, "first": LOOKUP, "second": LM, "num_checked": 1}
+TRUSTS = [{}, {"num_checked": 0}, {"num_checked": 1}, {"trusted_match": 2}, {"trusted_match": 2, "num_own": 1}]
 LENGTHS = [9, 1, 20, 31, 4, 3]
 GREEDY, SAMPLED, FILTERED = SamplingParams(), SamplingParams(1.0), SamplingParams(0.7, top_k=3, top_p=0.9)
 PAIRS = {
@@ -103,17 +104,18 @@ def test_a_checked_draft_has_the_second_drafters_laws(
 
 
 @pytest.mark.parametrize("sampling", [SAMPLED, FILTERED], ids=["sampled", "filtered"])
-@pytest.mark.parametrize("trust", [{}, {"num_checked": 0}, {"num_checked": 1}, {"trusted_match": 2}], ids=str)
+@pytest.mark.parametrize("trust", TRUSTS, ids=str)
 @pytest.mark.parametrize("pair", ["look-up, eagle", "draft_lm, eagle"])
 def test_the_targets_law_comes_out(pair: str, trust: dict[str, int], sampling: SamplingParams, target: Target) -> None:
     drafter = build(target, PAIRS[pair], **trust)
     assert sampled_p_value(target, drafter, sampling) > LEAST_P_VALUE
 
 
+@pytest.mark.parametrize("trust", TRUSTS[2:], ids=str)
 @pytest.mark.parametrize("pair", PAIRS)
-def test_trusting_is_lossless_in_a_batch_as_alone(pair: str, target: Target) -> None:
-    """Greedy output is plain decoding's; a request's drafts are the same in any batch."""
-    drafter = build(target, PAIRS[pair], num_checked=1)
+def test_trusting_is_lossless_in_a_batch_as_alone(pair: str, trust: dict[str, int], target: Target) -> None:
+    """Greedy output is plain decoding's; a request's drafts are the same in any batch, whenever rows are read."""
+    drafter = build(target, PAIRS[pair], **trust)
     start = prompts(LENGTHS, 5, seed=2)
     for sampling in (GREEDY, SAMPLED):
         settings = DecodeSettings(1000, 4, sampling, frozenset())
@@ -288,6 +290,7 @@ def test_what_a_first_stage_counted_is_exported(target: Target, tmp_path: Path) 
     [
         ({"first": LOOKUP, "second": EAGLE, "num_checked": -1}, "num_checked is -1: it must be 0 or more"),
         ({"first": LOOKUP, "second": EAGLE, "trusted_match": 0}, "trusted_match is 0: it must be 1 or more"),
+        ({"first": LOOKUP, "second": EAGLE, "num_own": 0}, "num_own is 0: it must be 1 or more"),
         ({"second": EAGLE}, "The cascade has no first drafter: give drafter.model.first_export"),
         ({"first": LOOKUP}, "The cascade has no second drafter"),
         ({"first": EAGLE, "second": LOOKUP}, "PromptLookupDrafter cannot check another"),
