@@ -7,10 +7,12 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -95,8 +97,8 @@ def _fail(message: str, code: int) -> None:
 
 
 def explain_overrides(config_name: str, overrides: list[str]) -> None:
-    """Compose once ahead of Hydra, to say what is wrong with an override and what was probably meant."""
-    with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
+    """Compose once, to say what is wrong with an override and what was probably meant; inside a Hydra job as well."""
+    with _composing():
         good: list[str] = []
         for override in overrides:
             if override.lstrip("+~").startswith("hydra"):
@@ -114,6 +116,18 @@ def explain_overrides(config_name: str, overrides: list[str]) -> None:
             except (HydraException, OmegaConfBaseException) as error:
                 known = list(_keys(hydra.compose(config_name, overrides=good)))
                 raise UserError(_reason(override, error, known)) from error
+
+
+@contextmanager
+def _composing() -> Iterator[None]:
+    """Hydra set up to compose from `conf`. A job's own Hydra is put aside meanwhile: there is only one at a time."""
+    running = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = running
 
 
 def _reason(override: str, error: Exception, known: list[str]) -> str:

@@ -39,7 +39,7 @@ def job(config: DictConfig) -> None:
     folder = Path(options["output_root"]) / (options["run_name"] or f"compare-{options['target']['source']}")
     for number, name in enumerate(wanted["drafters"], 1):
         print(f"\n{name} ({number} of {len(wanted['drafters'])})", flush=True)
-        own = [*shared, *wanted["overrides"].get(name, [])]
+        own = [*shared, *_own(wanted, name)]
         _run(name, [*own, *_budget(wanted["minutes"], name, own, folder)], folder, name)
     from eval.comparison import Compared, write
     from train.pipeline import open_target
@@ -54,10 +54,10 @@ def check(options: dict[str, Any], shared: list[str]) -> None:
     wanted, known = options["compare"], choices("drafter")
     if not wanted["drafters"] or len(set(wanted["drafters"])) != len(wanted["drafters"]):
         raise UserError(f"compare.drafters is {wanted['drafters']}: name one or more drafters, each once.")
-    for name in [*wanted["drafters"], *wanted["overrides"]]:
+    for name in [*wanted["drafters"], *(wanted["overrides"] or {})]:
         if name not in known:
             raise UserError(f"compare: there is no drafter {name!r}. Choose from: {', '.join(known)}.")
-    for name in wanted["overrides"]:
+    for name in wanted["overrides"] or {}:
         if name not in wanted["drafters"]:
             raise UserError(f"compare.overrides names {name!r}, which is not among compare.drafters.")
     if wanted["minutes"] is not None and not wanted["minutes"] > 0:
@@ -65,13 +65,18 @@ def check(options: dict[str, Any], shared: list[str]) -> None:
     if wanted["minutes"] is not None and any(o.startswith("fit.max_steps=") for o in shared):
         raise UserError("compare.minutes and fit.max_steps are two budgets: give one of them.")
     for name in wanted["drafters"]:
-        own = wanted["overrides"].get(name, [])
+        own = _own(wanted, name)
         if not isinstance(own, list) or not all(isinstance(o, str) for o in own):
             raise UserError(f"compare.overrides.{name} is {own!r}: give a list of settings, as ['fit.batch_size=8'].")
         explain_overrides("train", [f"+drafter={name}", *shared, *own])
     from train.settings import measured_settings
 
     measured_settings({**options, "decode": {**options["decode"], "tree": wanted["tree"]}}, 0.0)
+
+
+def _own(wanted: dict[str, Any], name: str) -> Any:
+    """The settings that one drafter alone is given."""
+    return (wanted["overrides"] or {}).get(name, [])
 
 
 def _run(name: str, overrides: list[str], folder: Path, run_name: str) -> None:
@@ -116,6 +121,7 @@ def _measured(options: dict[str, Any], target: Target, run: Path) -> tuple[list[
     from models.checkpoint import native
     from models.drafter import accelerate_drafter
     from models.files import write_json
+    from models.types import max_depth
     from train.settings import instantiate, measured_settings, temperatures
 
     sizes = SplitSizes(**options["data"]["sizes"])
@@ -129,7 +135,8 @@ def _measured(options: dict[str, Any], target: Target, run: Path) -> tuple[list[
     accelerate_drafter(drafter)
     trees = []
     if question["tree"] is not None and hasattr(drafter, "propose_tree"):
-        options = {**options, "decode": {**options["decode"], "tree": question["tree"]}}
+        depth = min(question["tree"]["depth"], max_depth(drafter) or question["tree"]["depth"])
+        options = {**options, "decode": {**options["decode"], "tree": {**question["tree"], "depth": depth}}}
         for temperature in temperatures(options):
             found = measure(target, drafter, prompts, measured_settings(options, temperature))
             trees.append({"drafter": run.name, **found.summary(), "counts": found.counts()})
