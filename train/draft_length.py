@@ -150,7 +150,7 @@ def time_rounds(target: Target, drafter: Any, prompts: list[list[int]], settings
 
     A run's first draft reads the prompt as well, and is left out.
     """
-    costs = RoundCosts(settings.depth, None)
+    costs = RoundCosts(settings.depth, None, first=2**31)
     for prompt in prompts:
         for length in range(settings.depth, 0, -1):
             recorder = Recorder()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 _BINS = 10
+_NEIGHBOURS = 4  # rounds before a round, and after it, that tell the pace of the machine
+_STEADY = 1.15  # the most by which the pace may change between them
 _PRIOR = 4.0  # tokens that the drafter's own confidence counts for in a bin, beside those that were tested
 
 
@@ -18,18 +21,40 @@ class RoundCosts:
 
     A length costs the lower median of its last rounds. Between lengths that were timed lies a straight line; a longer
     draft never costs less, and what a shorter one is said to take is corrected downwards, since what disturbs a clock
-    makes it late. With a given `draft_cost`, in target steps, nothing is measured: a round costs 1 + draft_cost · n.
+    makes it late.
+
+    A machine that becomes slower, or a text longer, does so for all lengths, while one of them is drafted nearly always
+    and the others hardly ever. So seconds are those at the pace of the first rounds: behind the `first` ones of its
+    length, a round is put in proportion to the rounds of other lengths just before and after it, and left out where
+    there are too few of them or they disagree. With a given `draft_cost`, in target steps, nothing is measured: a round costs 1 + draft_cost · n.
     """
 
-    def __init__(self, most: int, draft_cost: float | None, keep: int = 16) -> None:
-        self._draft_cost = draft_cost
+    def __init__(self, most: int, draft_cost: float | None, *, first: int = 2, keep: int = 16) -> None:
+        self._draft_cost, self._first = draft_cost, first
         self._timed: list[deque[float]] = [deque(maxlen=keep) for _ in range(most + 1)]
+        self._last: deque[tuple[int, float]] = deque(maxlen=2 * _NEIGHBOURS + 1)
         self.counts = [0] * (most + 1)
 
     def add(self, drawn: int, seconds: float) -> None:
         """Take in a round that was timed."""
-        self._timed[drawn].append(seconds)
         self.counts[drawn] += 1
+        if self.counts[drawn] <= self._first:
+            self._timed[drawn].append(seconds)
+        self._last.append((drawn, seconds))
+        if len(self._last) == self._last.maxlen and self.counts[self._last[_NEIGHBOURS][0]] > self._first:
+            self._settle(*self._last[_NEIGHBOURS])
+
+    def _settle(self, drawn: int, seconds: float) -> None:
+        """Take in the round in the middle of the last ones, at the pace that the others tell."""
+        rounds = list(self._last)
+        before, after = (self._pace(part, drawn) for part in (rounds[:_NEIGHBOURS], rounds[_NEIGHBOURS + 1 :]))
+        if before is not None and after is not None and max(before, after) <= _STEADY * min(before, after):
+            self._timed[drawn].append(2 * seconds / (before + after))
+
+    def _pace(self, rounds: list[tuple[int, float]], drawn: int) -> float | None:
+        """Seconds over expected seconds of the rounds of other lengths than `drawn`; None of less than half of them."""
+        ratios = [seconds / _lower_median(self._timed[n]) for n, seconds in rounds if n != drawn]
+        return _lower_median(ratios) if 2 * len(ratios) >= _NEIGHBOURS else None
 
     def least_known(self) -> int:
         """The length that was timed least often, the longest of several."""
@@ -42,9 +67,13 @@ class RoundCosts:
         known = [n for n, times in enumerate(self._timed) if times]
         if not known:
             raise ValueError("no round was timed")
-        medians = [sorted(self._timed[n])[(len(self._timed[n]) - 1) // 2] for n in known]
-        costs = np.interp(range(len(self._timed)), known, medians)
+        costs = np.interp(range(len(self._timed)), known, [_lower_median(self._timed[n]) for n in known])
         return np.minimum.accumulate(costs[::-1])[::-1].tolist()
+
+
+def _lower_median(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]
 
 
 class Worth:

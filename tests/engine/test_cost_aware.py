@@ -17,7 +17,7 @@ DRAFTER: Any = ScriptedDrafter(lambda text: 0)
 
 
 def test_costs_are_lower_medians_on_straight_lines_and_never_fall() -> None:
-    costs = RoundCosts(5, None)
+    costs = RoundCosts(5, None, first=99)
     for drawn, seconds in [(1, 3.0), (1, 9.0), (1, 2.0), (3, 4.0), (3, 8.0), (4, 3.5)]:
         costs.add(drawn, seconds)
     # 1: 3; 3: 4, which 4's 3.5 corrects downwards; 2 lies between, 0 is as 1, 5 as 4
@@ -33,6 +33,26 @@ def test_costs_are_lower_medians_on_straight_lines_and_never_fall() -> None:
     assert RoundCosts(3, 0.25).table() == [1, 1.25, 1.5, 1.75]
     with pytest.raises(ValueError):
         RoundCosts(3, None).table()
+
+
+def test_rounds_are_compared_with_others_of_the_same_time() -> None:
+    """Length 1 takes 2 s and length 2 takes 3 s, until everything takes twice as long."""
+    costs = RoundCosts(2, None)
+    for drawn, seconds in [(0, 1.0), (1, 2.0), (2, 3.0)] * 2:
+        costs.add(drawn, seconds)
+    for _ in range(40):
+        costs.add(1, 4.0)  # nothing to compare it with
+    assert costs.table() == [1.0, 2.0, 3.0]
+    for drawn, seconds in [(2, 7.0), *[(1, 4.0)] * 4, (2, 7.0), *[(1, 4.0)] * 4]:
+        costs.add(drawn, seconds)  # 3.5 at the first pace, twice: the lower median of 3, 3, 3.5, 3.5 is 3
+    assert costs.table() == [1.0, 2.0, 3.0]
+    for drawn, seconds in [(2, 7.0), *[(1, 4.0)] * 4]:
+        costs.add(drawn, seconds)
+    assert costs.table() == [1.0, 2.0, 3.5]
+    for _ in range(8):  # what is timed while the pace changes is not believed
+        for drawn, seconds in [(2, 20.0), *[(1, 4.0)] * 4, *[(1, 2.0)] * 4]:
+            costs.add(drawn, seconds)
+    assert costs.table() == [1.0, 2.0, 3.5]
 
 
 def test_worth_counts_tested_tokens_by_confidence_and_by_depth() -> None:
@@ -117,14 +137,19 @@ def test_a_batch_draws_or_stops_together_as_far_as_there_is_room() -> None:
 BEST = {0.02: 6, 0.35: 3, 1.5: 0}  # seconds of a step: the length that gives most tokens per second, as checked below
 
 
+@pytest.mark.parametrize("disturbed", [False, True])
 @pytest.mark.parametrize("step_s", list(BEST))
-def test_it_finds_the_best_length_without_being_told(step_s: float) -> None:
-    """Three tokens are right with 0.9 each, the next ones with 0.6, at confidences that say so; some rounds explore."""
+def test_it_finds_the_best_length_without_being_told(step_s: float, disturbed: bool) -> None:
+    """Three tokens are right with 0.9 each, the next ones with 0.6, at confidences that say so; some rounds explore.
+
+    A machine that is now and then slower for a while is so for all lengths, also those that are not drafted then.
+    """
     by_depth = [0.9, 0.9, 0.9, 0.6, 0.6, 0.6]
     rng = np.random.default_rng(1)
+    pace = itertools.cycle([1.0] * 61 + [1.7] * 37)
 
     def seconds(drawn: int) -> float:
-        return float((1 + step_s * drawn) * (1 + 0.05 * rng.random()))
+        return float((1 + step_s * drawn) * (1 + 0.05 * rng.random())) * (next(pace) if disturbed else 1.0)
 
     def rate(n: int) -> float:
         return (1 + sum(np.prod(by_depth[:i]) for i in range(1, n + 1))) / (1 + step_s * n)
