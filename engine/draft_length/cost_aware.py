@@ -136,7 +136,7 @@ class _CostAwareLengths(Lengths):
 class _CostAwareRule:
     """Never ends a chain without `costs`."""
 
-    def __init__(self, worth: Worth, limits: list[int], costs: list[float] | None, rate: float) -> None:
+    def __init__(self, worth: Worth, limits: list[int], costs: Array | None, rate: float) -> None:
         self.limits, self._worth, self._costs, self._rate = limits, worth, costs, rate
         self._by_depth = worth.by_depth()
         self._survival = np.ones(len(limits))

@@ -26,12 +26,15 @@ class RoundCosts:
     A machine that becomes slower, or a text longer, does so for all lengths, while one of them is drafted nearly always
     and the others hardly ever. So seconds are those at the pace of the first rounds: behind the `first` ones of its
     length, a round is put in proportion to the rounds of other lengths just before and after it, and left out where
-    there are too few of them or they disagree. With a given `draft_cost`, in target steps, nothing is measured: a round costs 1 + draft_cost · n.
+    there are too few of them or they disagree.
+
+    With a given `draft_cost`, in target steps, nothing is measured: a round costs 1 + draft_cost · n.
     """
 
     def __init__(self, most: int, draft_cost: float | None, *, first: int = 2, keep: int = 16) -> None:
         self._draft_cost, self._first = draft_cost, first
         self._timed: list[deque[float]] = [deque(maxlen=keep) for _ in range(most + 1)]
+        self._table: Array | None = None  # until one of them changes
         self._last: deque[tuple[int, float]] = deque(maxlen=2 * _NEIGHBOURS + 1)
         self.counts = [0] * (most + 1)
 
@@ -39,7 +42,7 @@ class RoundCosts:
         """Take in a round that was timed."""
         self.counts[drawn] += 1
         if self.counts[drawn] <= self._first:
-            self._timed[drawn].append(seconds)
+            self._believe(drawn, seconds)
         self._last.append((drawn, seconds))
         if len(self._last) == self._last.maxlen and self.counts[self._last[_NEIGHBOURS][0]] > self._first:
             self._settle(*self._last[_NEIGHBOURS])
@@ -49,7 +52,11 @@ class RoundCosts:
         rounds = list(self._last)
         before, after = (self._pace(part, drawn) for part in (rounds[:_NEIGHBOURS], rounds[_NEIGHBOURS + 1 :]))
         if before is not None and after is not None and max(before, after) <= _STEADY * min(before, after):
-            self._timed[drawn].append(2 * seconds / (before + after))
+            self._believe(drawn, 2 * seconds / (before + after))
+
+    def _believe(self, drawn: int, seconds: float) -> None:
+        self._timed[drawn].append(seconds)
+        self._table = None
 
     def _pace(self, rounds: list[tuple[int, float]], drawn: int) -> float | None:
         """Seconds over expected seconds of the rounds of other lengths than `drawn`; None of less than half of them."""
@@ -60,15 +67,21 @@ class RoundCosts:
         """The length that was timed least often, the longest of several."""
         return max(range(len(self.counts)), key=lambda n: (-self.counts[n], n))
 
-    def table(self) -> list[float]:
+    def table(self) -> Array:
         """The cost of a round with 0, 1, .. drawn tokens. Raises ValueError where nothing was timed."""
+        if self._table is None:
+            self._table = self._costs()
+        return self._table
+
+    def _costs(self) -> Array:
+        lengths = range(len(self._timed))
         if self._draft_cost is not None:
-            return [1 + self._draft_cost * n for n in range(len(self._timed))]
-        known = [n for n, times in enumerate(self._timed) if times]
+            return 1 + self._draft_cost * np.array(lengths)
+        known = [n for n in lengths if self._timed[n]]
         if not known:
             raise ValueError("no round was timed")
-        costs = np.interp(range(len(self._timed)), known, [_lower_median(self._timed[n]) for n in known])
-        return np.minimum.accumulate(costs[::-1])[::-1].tolist()
+        costs = np.interp(lengths, known, [_lower_median(self._timed[n]) for n in known])
+        return np.minimum.accumulate(costs[::-1])[::-1]
 
 
 def _lower_median(values: Iterable[float]) -> float:
@@ -116,7 +129,7 @@ class Worth:
         return np.minimum((confidence * _BINS).astype(np.int64), _BINS - 1)
 
 
-def best_gain(survival: Array, limits: Array, depth: int, by_depth: Array, costs: list[float], rate: float) -> float:
+def best_gain(survival: Array, limits: Array, depth: int, by_depth: Array, costs: Array, rate: float) -> float:
     """What drawing on behind `depth` tokens is worth at best, in tokens.
 
     Of every number j of further tokens: those expected of all requests, Σ_b P_b Σ_{i≤j} Π a, less what the added time
@@ -124,9 +137,9 @@ def best_gain(survival: Array, limits: Array, depth: int, by_depth: Array, costs
     (N,) the chances a of tokens not drawn yet. So one more is drawn iff it survives with more than cost · rate, where
     the rate is that of all rounds: what the time would bring elsewhere (the marginal value theorem).
     """
-    gained, best, going = 0.0, float("-inf"), survival
-    for length in range(depth + 1, len(costs)):
-        going = going * by_depth[length - 1]
-        gained += float(going[limits >= length].sum())
-        best = max(best, gained - rate * (costs[length] - costs[depth]))
-    return best
+    if depth + 1 >= len(costs):
+        return float("-inf")
+    lengths = np.arange(depth + 1, len(costs))
+    having_room = survival @ (limits[:, None] >= lengths)
+    gained = np.cumsum(having_room * np.cumprod(by_depth[depth:]))
+    return float((gained - rate * (costs[depth + 1 :] - costs[depth])).max())
