@@ -108,9 +108,7 @@ class DraftLengthTraining:
             if self._cost is None
             else RoundCosts(self._settings.num_speculative_tokens, self._cost)
         )
-        report = fit(
-            self._drafter.length_predictor, logged, costs.table().tolist(), self._max_steps, self._lr, self._seed
-        )
+        report = fit(self._drafter.length_predictor, logged, costs.table(), self._max_steps, self._lr, self._seed)
         print(report)
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.draft_length.costs import Array, RoundCosts, Worth, best_gain
+from engine.draft_length.costs import RoundCosts, Worth, best_gain
 from engine.draft_length.policy import DraftLength, Lengths, Round, check_number
 from models.chain_drafting import StopRule
 from models.types import Drafter
@@ -33,7 +32,7 @@ class CostAware(DraftLength):
     name: ClassVar[str] = "cost_aware"
     reads_laws: ClassVar[bool] = True
     cost: float | None = None
-    explore: int = 64
+    explore: int = 256
     memory: float = 0.99
     _known: dict[int, _Known] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -112,7 +111,7 @@ class _CostAwareLengths(Lengths):
         if forced is not None:
             return [min(limit, forced) for limit in limits]
         costs, rate = pace.costs.table(), pace.rate(len(requests))
-        gain = best_gain(np.ones(len(limits)), np.array(limits), 0, worth.by_depth(), costs, rate)
+        gain = best_gain([1.0] * len(limits), limits, 0, worth.by_depth(), costs, rate)
         return limits if gain > 0 else [0] * len(limits)
 
     def rule(self, requests: list[int], limits: list[int]) -> StopRule:
@@ -136,25 +135,25 @@ class _CostAwareLengths(Lengths):
 class _CostAwareRule:
     """Never ends a chain without `costs`."""
 
-    def __init__(self, worth: Worth, limits: list[int], costs: Array | None, rate: float) -> None:
+    def __init__(self, worth: Worth, limits: list[int], costs: list[float] | None, rate: float) -> None:
         self.limits, self._worth, self._costs, self._rate = limits, worth, costs, rate
         self._by_depth = worth.by_depth()
-        self._survival = np.ones(len(limits))
-        self._confidence: list[Array] = []  # (B,) of each depth
+        self._survival = [1.0] * len(limits)
+        self._confidence: list[list[float]] = []  # of each depth, by request
 
-    def confidence(self, row: int) -> Array:
-        """The chances that a request's tokens were drawn with: (N,)."""
-        return np.array([chances[row] for chances in self._confidence])
+    def confidence(self, row: int) -> list[float]:
+        """The chances that a request's tokens were drawn with."""
+        return [chances[row] for chances in self._confidence]
 
     def draws(self, law: Tensor) -> Tensor:
         return torch.ones(len(law), dtype=torch.bool)
 
     def goes_on(self, chance: Tensor) -> Tensor:
-        confidence = chance.double().cpu().numpy()
+        confidence = chance.tolist()
         self._confidence.append(confidence)
         going = True
         if self._costs is not None:
-            self._survival = self._survival * self._worth.chance(confidence)
-            depth, most = len(self._confidence), np.array(self.limits)
-            going = best_gain(self._survival, most, depth, self._by_depth, self._costs, self._rate) > 0
+            self._survival = [s * self._worth.chance(c) for s, c in zip(self._survival, confidence, strict=True)]
+            depth = len(self._confidence)
+            going = best_gain(self._survival, self.limits, depth, self._by_depth, self._costs, self._rate) > 0
         return torch.full((len(chance),), going, dtype=torch.bool)

@@ -1,4 +1,7 @@
-"""What a round costs by the length of its draft, and what a drafted token is worth: both learnt while rounds run."""
+"""What a round costs by the length of its draft, and what a drafted token is worth: both learnt while rounds run.
+
+Plain numbers, no arrays: there are few of them, and behind a target's pass every call into a library is a slow one.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,6 @@ from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
-
-Array = NDArray[np.float64]
 
 _BINS = 10
 _NEIGHBOURS = 4  # rounds before a round, and after it, that tell the pace of the machine
@@ -34,7 +34,7 @@ class RoundCosts:
     def __init__(self, most: int, draft_cost: float | None, *, first: int = 2, keep: int = 16) -> None:
         self._draft_cost, self._first = draft_cost, first
         self._timed: list[deque[float]] = [deque(maxlen=keep) for _ in range(most + 1)]
-        self._table: Array | None = None  # until one of them changes
+        self._table: list[float] | None = None  # until one of them changes
         self._last: deque[tuple[int, float]] = deque(maxlen=2 * _NEIGHBOURS + 1)
         self.counts = [0] * (most + 1)
 
@@ -67,21 +67,21 @@ class RoundCosts:
         """The length that was timed least often, the longest of several."""
         return max(range(len(self.counts)), key=lambda n: (-self.counts[n], n))
 
-    def table(self) -> Array:
+    def table(self) -> list[float]:
         """The cost of a round with 0, 1, .. drawn tokens. Raises ValueError where nothing was timed."""
         if self._table is None:
             self._table = self._costs()
         return self._table
 
-    def _costs(self) -> Array:
+    def _costs(self) -> list[float]:
         lengths = range(len(self._timed))
         if self._draft_cost is not None:
-            return 1 + self._draft_cost * np.array(lengths)
+            return [1 + self._draft_cost * n for n in lengths]
         known = [n for n in lengths if self._timed[n]]
         if not known:
             raise ValueError("no round was timed")
         costs = np.interp(lengths, known, [_lower_median(self._timed[n]) for n in known])
-        return np.minimum.accumulate(costs[::-1])[::-1]
+        return np.minimum.accumulate(costs[::-1])[::-1].tolist()
 
 
 def _lower_median(values: Iterable[float]) -> float:
@@ -97,49 +97,49 @@ class Worth:
 
     def __init__(self, most: int, memory: float) -> None:
         self._memory = memory
-        self._by_chance = np.zeros((2, _BINS))  # accepted, tested
-        self._by_depth = np.zeros((2, most))
+        self._by_chance = [[0.0, 0.0] for _ in range(_BINS)]  # accepted, tested
+        self._by_depth = [[0.0, 0.0] for _ in range(most)]
 
-    def chance(self, confidence: Array) -> Array:
+    def chance(self, confidence: float) -> float:
         """The chance that a token drawn with this confidence is accepted, once it is tested."""
-        bins = self._bins(confidence)
-        accepted, tested = self._by_chance[:, bins]
-        return np.asarray((accepted + _PRIOR * confidence) / (tested + _PRIOR))
+        accepted, tested = self._by_chance[_bin(confidence)]
+        return (accepted + _PRIOR * confidence) / (tested + _PRIOR)
 
-    def by_depth(self) -> Array:
-        """The chance (N,) that the token at each depth is accepted, once it is tested and before it is drawn."""
-        accepted, tested = self._by_depth
-        return np.asarray((accepted + 0.5) / (tested + 1.0))
+    def by_depth(self) -> list[float]:
+        """The chance that the token at each of N depths is accepted, once it is tested and before it is drawn."""
+        return [(accepted + 0.5) / (tested + 1.0) for accepted, tested in self._by_depth]
 
     def fade(self) -> None:
         """A round has begun."""
-        self._by_chance *= self._memory
-        self._by_depth *= self._memory
+        for counts in (*self._by_chance, *self._by_depth):
+            counts[0] *= self._memory
+            counts[1] *= self._memory
 
-    def add(self, confidence: Array, accepted: int, drafted: int) -> None:
-        """Count a request's draft: `accepted` of `drafted` tokens, drawn with this confidence (N,)."""
-        tested = min(accepted + 1, drafted)
-        bins = self._bins(confidence[:tested])
-        for depth in range(tested):
-            for counts in (self._by_chance[:, bins[depth]], self._by_depth[:, depth]):
-                counts += (depth < accepted, 1)
-
-    @staticmethod
-    def _bins(confidence: Array) -> NDArray[np.int64]:
-        return np.minimum((confidence * _BINS).astype(np.int64), _BINS - 1)
+    def add(self, confidence: list[float], accepted: int, drafted: int) -> None:
+        """Count a request's draft: `accepted` of `drafted` tokens, drawn with these confidences."""
+        for depth in range(min(accepted + 1, drafted)):
+            for counts in (self._by_chance[_bin(confidence[depth])], self._by_depth[depth]):
+                counts[0] += depth < accepted
+                counts[1] += 1
 
 
-def best_gain(survival: Array, limits: Array, depth: int, by_depth: Array, costs: Array, rate: float) -> float:
+def _bin(confidence: float) -> int:
+    return min(int(confidence * _BINS), _BINS - 1)
+
+
+def best_gain(
+    survival: list[float], limits: list[int], depth: int, by_depth: list[float], costs: list[float], rate: float
+) -> float:
     """What drawing on behind `depth` tokens is worth at best, in tokens.
 
     Of every number j of further tokens: those expected of all requests, Σ_b P_b Σ_{i≤j} Π a, less what the added time
-    earns at `rate` tokens per unit of cost. survival (B,) is P_b, limits (B,) the most tokens of each request, by_depth
-    (N,) the chances a of tokens not drawn yet. So one more is drawn iff it survives with more than cost · rate, where
+    earns at `rate` tokens per unit of cost. `survival` are the P_b, `limits` the most tokens of each request, by_depth
+    the chances a of tokens not drawn yet. So one more is drawn iff it survives with more than cost · rate, where
     the rate is that of all rounds: what the time would bring elsewhere (the marginal value theorem).
     """
-    if depth + 1 >= len(costs):
-        return float("-inf")
-    lengths = np.arange(depth + 1, len(costs))
-    having_room = survival @ (limits[:, None] >= lengths)
-    gained = np.cumsum(having_room * np.cumprod(by_depth[depth:]))
-    return float((gained - rate * (costs[depth + 1 :] - costs[depth])).max())
+    gained, best, going = 0.0, float("-inf"), 1.0
+    for length in range(depth + 1, len(costs)):
+        going *= by_depth[length - 1]
+        gained += going * sum(chance for chance, limit in zip(survival, limits, strict=True) if limit >= length)
+        best = max(best, gained - rate * (costs[length] - costs[depth]))
+    return best
