@@ -25,20 +25,24 @@ class CostAware(DraftLength):
 
     What a round costs is timed by length, acceptance is estimated from the drafter's confidence as rounds that were
     verified calibrate it, and both are kept from run to run for as long as this object lives. Of the time, one part in
-    `explore` at most goes to lengths that were timed least. A batch draws or stops together, since a step costs the
-    same for all. With `cost`, a draft step over a target step, nothing is timed and drafts can be repeated.
+    `explore` at most goes to lengths that were timed least. What is chosen because it promised most gives less than it
+    promised, so further tokens must promise `margin` more than their time would bring. A batch draws or stops together,
+    since a step costs the same for all. With `cost`, a draft step over a target step, nothing is timed and drafts can
+    be repeated.
     """
 
     name: ClassVar[str] = "cost_aware"
     reads_laws: ClassVar[bool] = True
     cost: float | None = None
     explore: int = 256
+    margin: float = 0.1
     memory: float = 0.99
     _known: dict[int, _Known] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.cost is not None:
             check_number("cost", self.cost, 0)
+        check_number("margin", self.margin, 0)
         check_number("explore", self.explore, 2, whole=True)
         check_number("memory", self.memory, 0, 1)
 
@@ -48,7 +52,8 @@ class CostAware(DraftLength):
 
     def describe(self) -> dict[str, Any]:
         """Its settings, without what it has learnt."""
-        return {"policy": self.name, "cost": self.cost, "explore": self.explore, "memory": self.memory}
+        settings = {"explore": self.explore, "margin": self.margin, "memory": self.memory}
+        return {"policy": self.name, "cost": self.cost, **settings}
 
 
 class _Known:
@@ -83,8 +88,9 @@ class _Pace:
         return length if self._unexplored >= self._policy.explore * self.costs.table()[length] else None
 
     def rate(self, num_requests: int) -> float:
-        """Tokens per unit of cost; of plain decoding, before anything is known."""
-        return self._tokens / self._cost if self._cost else num_requests / self.costs.table()[0]
+        """Tokens that a unit of cost must bring: as many as in the last rounds, or plain decoding, and the margin."""
+        usual = self._tokens / self._cost if self._cost else num_requests / self.costs.table()[0]
+        return usual * (1 + self._policy.margin)
 
     def after(self, made: Round, timed: bool) -> None:
         """Take in a round."""
@@ -124,7 +130,6 @@ class _CostAwareLengths(Lengths):
 
     def after(self, made: Round) -> None:
         worth, rule = self._known.worth, self._rule
-        worth.fade()
         for row, (drafted, accepted) in enumerate(zip(made.drafted, made.accepted, strict=True)):
             if rule is not None and drafted:
                 worth.add(rule.confidence(row), accepted, drafted)

@@ -92,7 +92,8 @@ def _lower_median(values: Iterable[float]) -> float:
 class Worth:
     """Chances of acceptance: of a drawn token by the drafter's confidence in it, and of the next ones by their depth.
 
-    Counts fade by `memory` a round, so that they follow the text. Only tested tokens count.
+    What was counted fades by `memory` whenever something is added to it, so that it follows the text, and is kept where
+    nothing was tried. Only tested tokens count.
     """
 
     def __init__(self, most: int, memory: float) -> None:
@@ -109,18 +110,12 @@ class Worth:
         """The chance that the token at each of N depths is accepted, once it is tested and before it is drawn."""
         return [(accepted + 0.5) / (tested + 1.0) for accepted, tested in self._by_depth]
 
-    def fade(self) -> None:
-        """A round has begun."""
-        for counts in (*self._by_chance, *self._by_depth):
-            counts[0] *= self._memory
-            counts[1] *= self._memory
-
     def add(self, confidence: list[float], accepted: int, drafted: int) -> None:
         """Count a request's draft: `accepted` of `drafted` tokens, drawn with these confidences."""
         for depth in range(min(accepted + 1, drafted)):
             for counts in (self._by_chance[_bin(confidence[depth])], self._by_depth[depth]):
-                counts[0] += depth < accepted
-                counts[1] += 1
+                counts[0] = self._memory * counts[0] + (depth < accepted)
+                counts[1] = self._memory * counts[1] + 1
 
 
 def _bin(confidence: float) -> int:

@@ -60,12 +60,9 @@ def test_worth_counts_tested_tokens_by_confidence_and_by_depth() -> None:
     worth.add([0.95, 0.35, 0.36], accepted=1, drafted=3)  # the third was not tested
     worth.add([0.31], accepted=1, drafted=1)
     worth.add([1.0, 0.0], accepted=2, drafted=2)
-    assert worth.by_depth() == pytest.approx([3.5 / 4, 1.5 / 3, 0.5])
-    expected = [(2 + 4 * 0.92) / 6, (1 + 4 * 0.33) / 6, (1 + 4 * 0.05) / 5, 0.55]
+    assert worth.by_depth() == pytest.approx([2.25 / 2.75, 1.5 / 2.5, 0.5])
+    expected = [(1.5 + 4 * 0.92) / 5.5, (1 + 4 * 0.33) / 5.5, (1 + 4 * 0.05) / 5, 0.55]
     assert [worth.chance(confidence) for confidence in (0.92, 0.33, 0.05, 0.55)] == pytest.approx(expected)
-    worth.fade()
-    assert worth.by_depth() == pytest.approx([2 / 2.5, 1 / 2, 0.5])
-    assert worth.chance(0.33) == pytest.approx((0.5 + 4 * 0.33) / 5)
 
 
 def test_the_best_gain_is_that_of_a_loop_over_lengths() -> None:
@@ -107,7 +104,7 @@ def play(policy: CostAware, confidences: list[list[float]], most: int, accepted:
 
 def test_the_first_decisions_by_hand() -> None:
     """Cost 0.3 a token, nothing known: every next token is taken to be accepted with 1/2, and 1 token costs 1."""
-    rule: Any = CostAware(cost=0.3)
+    rule: Any = CostAware(cost=0.3, margin=0)
     lengths = rule.start(1, 4, DRAFTER)
     assert lengths.ask([0], [4]) == [4]  # 0.5 − 0.3 > 0
     rule = lengths.rule([0], [4])
@@ -121,13 +118,15 @@ def test_the_first_decisions_by_hand() -> None:
     # 0.9 → 4.6 / 5 = 0.92 · 0.75 = 0.69 > 0.63, then 0.92² · 0.75 = 0.635 > 0.632, then 0.92³ · 0.5 < 0.63
     answers = [rule.goes_on(torch.tensor([chance])).item() for chance in (0.9, 0.9, 0.9)]
     assert answers == [True, True, False]
-    assert CostAware(cost=0.6).start(1, 4, DRAFTER).ask([0], [4]) == [0]
+    assert CostAware(cost=0.6, margin=0).start(1, 4, DRAFTER).ask([0], [4]) == [0]
+    for margin, asked in ((0.6, [4]), (0.7, [0])):  # 0.5 against 0.3 · 1.6 and 0.3 · 1.7
+        assert CostAware(cost=0.3, margin=margin).start(1, 4, DRAFTER).ask([0], [4]) == asked
 
 
 def test_a_batch_draws_or_stops_together_as_far_as_there_is_room() -> None:
-    lengths = CostAware(cost=0.6).start(2, 4, DRAFTER)
+    lengths = CostAware(cost=0.6, margin=0).start(2, 4, DRAFTER)
     assert lengths.ask([0, 1], [4, 4]) == [0, 0]  # a rate of 2 tokens a step: 2 · 0.5 gained for 0.6 · 2
-    lengths = CostAware(cost=0.4).start(2, 4, DRAFTER)
+    lengths = CostAware(cost=0.4, margin=0).start(2, 4, DRAFTER)
     assert lengths.ask([0, 1], [4, 2]) == [4, 2]
     rule: Any = lengths.rule([0, 1], [4, 2])
     assert rule.goes_on(torch.tensor([0.99, 0.7])).tolist() == [True, True]  # 0.845 gained for 0.8, though 0.35 < 0.4
