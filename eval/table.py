@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def _overview(measured: Named) -> Table:
             _drafted(m),
             f"{s['expected_acceptance_rate']:.3f}",
             _with_interval(s, "acceptance_rate"),
-            " ".join(f"{x:.2f}" for x in s["conditional_acceptance"]),
+            " ".join("–" if isnan(x) else f"{x:.2f}" for x in s["conditional_acceptance"]),
             _with_interval(s, "block_efficiency"),
             _with_interval(s, "speedup"),
             f"{s['predicted_speedup']:.2f}",

@@ -40,6 +40,10 @@ class Backbone:
         for name, known in {"by": KINDS, "export": tuple(INSIDE)}.items():
             if getattr(self, name) not in known:
                 raise _refused(name, getattr(self, name), f"choose {', '.join(known)}")
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int):
+            raise _refused("rank", self.rank, "it must be a whole number")
+        if not isinstance(self.base, Mapping):
+            raise _refused("base", self.base, "give losses with their weights, as {kl: 1.0}")
         for name in ("rank", "alpha", "drafter_weight", "drafter_lr_multiple"):
             if not getattr(self, name) > 0:
                 raise _refused(name, getattr(self, name), "it must be above 0")

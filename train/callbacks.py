@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 import warnings
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,8 @@ class TrainingProgress(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, *args: Any
     ) -> None:
         done = trainer.global_step - self._progress.done
-        self._progress.advance(done, f"loss {float(outputs['loss']):.3f}  τ {self.measured.last_score:.3f}")
+        score = "–" if isnan(self.measured.last_score) else f"{self.measured.last_score:.3f}"
+        self._progress.advance(done, f"loss {float(outputs['loss']):.3f}  τ {score}")
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._progress.close()

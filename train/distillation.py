@@ -24,6 +24,12 @@ from train.on_policy import continue_answers, mixed
 from train.regime import check_counts
 from train.sensitivity import IMPORTANCES, measured_loss_of_acceptance, report, sensitivity, summary
 
+_READ_BY = {
+    "layer_map": "it is for drafter.training.w_layers and w_attention, which are both 0",
+    "normalize_layers": "it is for drafter.training.w_layers, which is 0",
+    "measure_units": "it is for a drafter that begins as a pruned target (drafter.model.start=pruned)",
+}
+
 
 class Distillation(LawMatching):
     """The losses of `LawMatching`, and `w_layers` times that of the layers; some texts are the drafter's own.
@@ -84,6 +90,14 @@ class Distillation(LawMatching):
                 "drafter.training.on_policy_ratio is for drafters that read tokens alone; "
                 f"{type(drafter).__name__} reads the target's states too: set it to 0."
             )
+        unread = {
+            "layer_map": layer_map is not None and not (w_layers or w_attention),
+            "normalize_layers": normalize_layers and not w_layers,
+            "measure_units": measure_units and getattr(drafter, "units", None) is None,
+        }
+        for name, is_unread in unread.items():
+            if is_unread:
+                raise UserError(f"drafter.training.{name} would not be read: {_READ_BY[name]}.")
         self.on_policy_ratio, self.on_policy_temperature = on_policy_ratio, on_policy_temperature
         self.refresh_every, self.importance, self.choose_layers = refresh_every, importance, choose_layers
         self.calibration_batches, self.measure_units = calibration_batches, measure_units

@@ -333,6 +333,7 @@ def test_a_resumed_run_has_the_target_of_an_undisturbed_one(target: Target, tmp_
     [
         ({"by": "peft"}, "backbone.by is 'peft': choose frozen, lora, full"),
         ({"export": "both"}, "backbone.export is 'both': choose merged, separate"),
+        ({"rank": 2.5}, "backbone.rank is 2.5: it must be a whole number"), ({"base": None}, "backbone.base is None"),
         ({"rank": 0}, "backbone.rank is 0"), ({"drafter_lr_multiple": 0}, "drafter_lr_multiple is 0"),
         ({"drafter_only": 1.0}, "drafter_only is 1.0"), ({"dropout": -0.1}, "dropout is -0.1"),
         ({"by": "full", "export": "separate"}, "has no adapter to stand alone"),
