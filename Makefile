@@ -54,16 +54,22 @@ $(VLLM_VENV)/.installed:
 	touch $@
 
 # Trains what is not trained yet; a case that passed is not run again.
-SMALL := data.sizes.train=256 data.sizes.validation=16 data.sizes.test=16 fit.max_steps=200 fit.evaluate_every=100 \
+SMALL := data.sizes.train=256 data.sizes.validation=16 data.sizes.test=16 fit.max_steps=100 fit.evaluate_every=100 \
 	fit.validation_prompts=8 measure.num_prompts=4 measure.temperatures=[0]
 parity: install vllm-env
 	$(BIN)/python train/run.py +drafter=eagle $(SMALL) run_name=parity/eagle
+	$(BIN)/python train/run.py +drafter=eagle draft_vocab_size=512 $(SMALL) run_name=parity/eagle-512
 	$(BIN)/python train/run.py +drafter=eagle3 $(SMALL) run_name=parity/eagle3
 	$(BIN)/python train/run.py +drafter=eagle3 draft_vocab_size=512 $(SMALL) run_name=parity/eagle3-512
 	$(BIN)/python train/run.py +drafter=medusa $(SMALL) run_name=parity/medusa
+	$(BIN)/python eval/as_qwen2.py outputs/parity/qwen2
+	$(BIN)/python train/run.py +drafter=mtp drafter.model.before_norm=true target=hf \
+		target.name_or_path=outputs/parity/qwen2 data=stdlib $(SMALL) run_name=parity/mtp
 	$(BIN)/python train/run.py +drafter=distilled_lm drafter.model.start=first_layers drafter.model.num_layers=2 \
 		$(SMALL) run_name=parity/distilled_lm
 	$(BIN)/python train/run.py +drafter=prompt_lookup drafter.model.prefer=earliest $(SMALL) run_name=parity/prompt_lookup
+	$(BIN)/python train/run.py +drafter=suffix $(SMALL) run_name=parity/suffix
+	$(BIN)/python train/run.py +drafter=lookup_cache $(SMALL) run_name=parity/lookup_cache
 	$(BIN)/python eval/parity.py +parity=small vllm.python=$(VLLM_VENV)/bin/python
 
 lint: install

@@ -19,6 +19,7 @@ import torch
 from data.progress import Progress
 from eval import reference
 from eval.rounds import ASSISTANT, LOOKUP, VLLM, Counts, Rule, Trace, count
+from models.checkpoint import NATIVE, is_inside_target
 from models.errors import UserError
 from models.files import atomic_folder, write_json
 from models.target import Target
@@ -33,8 +34,11 @@ METHODS = {
     "vllm_medusa": "medusa",
     "fasterdecoding_medusa": "medusa",
     "hf_causal_lm": "draft_model",
+    "mimo_mtp": "mtp",
+    NATIVE: "custom_class",  # our own engine's drafters that read text alone, as `models.vllm_proposer` runs them
 }
 _UNSAMPLED = ("medusa",)
+_LINK = "drafter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +245,10 @@ def vllm_runner(settings: dict[str, Any], work: Path) -> Callable[[Task], Answer
     def run(task: Task) -> Answers:
         interpreter = Path(settings["python"]).expanduser().absolute()  # a link is not followed: it says which packages
         request = {
-            "model": str(_model_folder(task.target, work)),
+            "model": str(_model_folder(task, work)),
             "speculative_config": speculative_config(task),
+            "additional_config": {"draftsmith": _LINK} if task.format == NATIVE else {},
+            "packages": str(WORKER.parents[1]) if task.format == NATIVE else None,
             "max_model_len": max(map(len, task.contexts)) + room_for(task.max_new_tokens, task.num_speculative_tokens),
             "max_new_tokens": task.max_new_tokens,
             "stop_token_ids": sorted(task.stop),
@@ -257,7 +263,8 @@ def vllm_runner(settings: dict[str, Any], work: Path) -> Callable[[Task], Answer
         question, answer, log = (work / f"{name}.{kind}" for kind in ("request.json", "answer.json", "log"))
         write_json(question, request)
         answer.unlink(missing_ok=True)
-        _call([str(interpreter), "-I", str(WORKER), str(question), str(answer)], log)
+        _link(task.folder, work / _LINK)
+        _call([str(interpreter), "-I", str(WORKER), question.name, answer.name], log)
         made = json.loads(answer.read_text())
         return Answers(counts_of(made, task.num_speculative_tokens), VLLM, made["versions"])
 
@@ -265,9 +272,11 @@ def vllm_runner(settings: dict[str, Any], work: Path) -> Callable[[Task], Answer
 
 
 def _call(command: list[str], log: Path) -> None:
-    """Run the worker, whose words go to `log`. Raises UserError with the last of them where it fails."""
+    """Run the worker beside `log`, to which its words go. Raises UserError with the last of them where it fails."""
     with log.open("w") as file:
-        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False, env=_environment())
+        done = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, check=False, env=_environment(), cwd=log.parent
+        )
     if done.returncode:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line] or lines or ["nothing was said"]
@@ -279,8 +288,21 @@ def _environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
 
 
-def _model_folder(target: Target, work: Path) -> Path:
-    """The folder that the target was loaded from, or one that it is written to, in Hugging Face's layout."""
+def _link(folder: Path | None, place: Path) -> None:
+    """Put a link to the drafter's folder at `place`."""
+    place.unlink(missing_ok=True)
+    if folder is not None:
+        place.symlink_to(folder.resolve(), target_is_directory=True)
+
+
+def _model_folder(task: Task, work: Path) -> Path:
+    """The target's folder in Hugging Face's layout: the one it was loaded from, or one that it is written to.
+
+    A drafter that is a part of its target's checkpoint brings that along.
+    """
+    if task.format is not None and is_inside_target(task.format):
+        return Path(_LINK)
+    target = task.target
     own = Path(target.model.config._name_or_path or "")
     merged = hasattr(target.model.config, MARK)  # then an adapter may not be in the files that it came from
     if (own / "config.json").is_file() and str(own) != "." and not merged:
@@ -295,15 +317,20 @@ def _model_folder(target: Target, work: Path) -> Path:
 
 
 def speculative_config(task: Task) -> dict[str, Any]:
-    """vLLM's `speculative_config`: the method is named, since it would else be guessed from the folder's name."""
+    """vLLM's `speculative_config`.
+
+    The method is named, and yet 0.32 takes another one for Medusa, draft models and MTP where the path that it is given
+    has "eagle-", "eagle3", "dflash" or "dspark" in it. So it gets a link that is called `_LINK`, as a relative path.
+    """
     if task.folder is None:
         return _options(task, "vllm_options")
     config = {
         "method": METHODS[str(task.format)],
-        "model": str(task.folder.resolve()),
+        "model": "models.vllm_proposer.TextProposer" if task.format == NATIVE else _LINK,
         "num_speculative_tokens": task.num_speculative_tokens,
     }
-    return config | ({"draft_sample_method": "probabilistic"} if task.temperature > 0 else {})
+    drawn = task.temperature > 0 and task.format != NATIVE
+    return config | ({"draft_sample_method": "probabilistic"} if drawn else {})
 
 
 def counts_of(made: dict[str, Any], positions: int) -> list[Counts]:

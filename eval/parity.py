@@ -42,6 +42,7 @@ class Case:
     files: str | None
     engine: str
     temperature: float
+    source_format: str | None = None
 
     @property
     def drafter(self) -> str:
@@ -65,7 +66,7 @@ def cases(options: dict[str, Any]) -> list[Case]:
         case = Case(**{key: changes.get(key, options[key]) for key in keys})
         if case.export is None:
             raise UserError("There is no export to compare: give export=FOLDER, or a list of cases.")
-        for name in ("export", "format", "files"):
+        for name in ("export", "source_format", "format", "files"):
             if not isinstance(value := getattr(case, name), str | None):
                 raise UserError(f"{name} is {value!r}: give one, or a list of cases.")
         if case.engine not in ENGINES:
@@ -120,8 +121,8 @@ class Bench:
 
     def __init__(self, options: dict[str, Any], output: Path) -> None:
         self.options, self.output = options, output
-        self._opened: dict[str, Opened] = {}
-        self._traces: dict[tuple[str, float, bool], list[Trace]] = {}
+        self._opened: dict[tuple[str, str | None], Opened] = {}
+        self._traces: dict[tuple[str, str | None, float, bool, bool], list[Trace]] = {}
 
     def result(self, case: Case) -> dict[str, Any]:
         """What the case showed now, or before: one that passed is not run again while nothing has changed."""
@@ -158,21 +159,22 @@ class Bench:
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
-    def _open(self, export: str) -> Opened:
+    def _open(self, case: Case) -> Opened:
         """The target, drafter and prompts of an export."""
-        if export not in self._opened:
-            self._opened[export] = open_export(Path(export), self.options)
-        return self._opened[export]
+        key = (case.export, case.source_format)
+        if key not in self._opened:
+            self._opened[key] = open_export(Path(case.export), case.source_format, self.options)
+        return self._opened[key]
 
     def _compare(self, case: Case) -> dict[str, Any]:
         from eval.engines import Task, point_masses, run_reference, run_transformers, vllm_runner
 
-        opened, options, work = self._open(case.export), self.options, self.output / "work" / case.name
+        opened, options, work = self._open(case), self.options, self.output / "work" / case.name
         work.mkdir(parents=True, exist_ok=True)
         contexts, seeds = samples(opened.contexts, 1 if case.temperature == 0 else options["samples"], options["seed"])
         task = Task(
             target=opened.target,
-            drafter=opened.drafter,
+            drafter=self._drafter(case, opened),
             folder=self._files(case, opened, work),
             format=case.format,
             contexts=contexts,
@@ -203,18 +205,42 @@ class Bench:
         ]
         judge = at_zero if case.temperature == 0 else sampled
         told = judge(task, ours, made.counts, options)
-        return {**told, "num_speculative_tokens": task.num_speculative_tokens, "versions": made.versions}
+        return {
+            **told,
+            "num_speculative_tokens": task.num_speculative_tokens,
+            "draft_vocab_size": task.drafter.vocab.size,
+            "versions": made.versions,
+        }
+
+    def _drafter(self, case: Case, opened: Opened) -> Any:
+        """Our own, over all of the target's tokens where the other engine proposes them from such a format."""
+        from models.checkpoint import is_widened, widened
+
+        if case.format is None or not is_widened(case.format, opened.drafter):
+            return opened.drafter
+        whole = opened.target.vocab_size
+        print(
+            f"{case.name}: both engines propose all {whole:,} tokens, the drafter itself {opened.drafter.vocab.size:,}"
+        )
+        return widened(case.format, opened.drafter, opened.export.model, opened.target)
 
     def _files(self, case: Case, opened: Opened, work: Path) -> Path | None:
-        """The folder that the other engine loads: the one that is given, or the export written in the format."""
-        from models.checkpoint import format_of
+        """The folder that the other engine loads: the one that is given, or the export written in the format.
 
-        if case.files is not None:
-            return Path(case.files)
+        Raises UserError that names what is wrong with a folder that is given, as far as its files tell.
+        """
+        from models.checkpoint import NATIVE, format_of, is_inside_target
+
         if case.format is None:
             return None
-        folder = work / case.format
-        format_of(case.format).save(opened.drafter, opened.target, opened.export, folder, f"# {case.name}\n")
+        if case.format == NATIVE:
+            return Path(case.files or case.export)
+        module, folder = format_of(case.format), work / case.format
+        if case.files is not None:
+            module.load(Path(case.files), opened.target)
+            return Path(case.files)
+        more = {"stitch": True} if case.engine == "vllm" and is_inside_target(case.format) else {}
+        module.save(opened.drafter, opened.target, opened.export, folder, f"# {case.name}\n", **more)
         return folder
 
     def _ours(self, case: Case, task: Task, point_mass: bool) -> list[Trace]:
@@ -224,7 +250,7 @@ class Bench:
         from eval.rounds import trace
         from models.sampling import SamplingParams
 
-        key = (case.export, case.temperature, point_mass)
+        key = (case.export, case.source_format, case.temperature, point_mass, task.drafter.vocab.reduced)
         if key not in self._traces:
             found = []
             with Progress("our engine", len(task.contexts)) as progress:
@@ -252,15 +278,15 @@ class Opened:
     num_speculative_tokens: int
 
 
-def open_export(folder: Path, options: dict[str, Any]) -> Opened:
-    """Load an export and its target. Raises UserError for what cannot be loaded or compared."""
+def open_export(folder: Path, format_name: str | None, options: dict[str, Any]) -> Opened:
+    """Load an export, in the format of that name where it is not to be detected, and its target. Raises UserError for what cannot be loaded or compared."""
     from data.answers import context_ids
     from eval.engines import room_for
     from eval.prompt_sets import prompt_set
     from models.checkpoint import detect, target_options
     from models.target import load_target
 
-    layout = detect(folder)
+    layout = detect(folder, format_name, "source_format")
     export = layout.read(folder)
     load = target_options(export, options["target"], folder)
     target = load_target(**{**load, "dtype": "float32"})

@@ -4,7 +4,7 @@ Drafter and target read the whole text again for every token. The drafters are w
 their tensors, and from config.json, not from our modules: what is compared with our engine is what the files say. The
 target is transformers' own forward pass.
 
-S rows, D hidden size, H heads, L captured layers, V target and Vd draft vocabulary.
+S rows, D hidden size, H heads, L captured layers, N drafted tokens, V target and Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -19,22 +19,33 @@ import torch
 from torch import Tensor
 
 from eval.rounds import Round, Trace
-from models.checkpoint.native import read_tensors
+from models.checkpoint import layout
 from models.errors import UserError
 from models.target import Target
 
-Propose = Callable[[list[int], Sequence[Tensor]], list[int]]  # text, and the target's states of all but its last token
+
+class States(NamedTuple):
+    """Of a text (S, D): those that enter each layer, the last of them behind the final norm; and what enters that."""
+
+    entering: Sequence[Tensor]
+    before_norm: Tensor
+
+
+# Of a text, and the target's states of all but its last token: the next tokens, and their logits (N, V), −∞ where none
+# is drafted.
+Draft = Callable[[list[int], States], tuple[list[int], Tensor]]
+Propose = Callable[[list[int], States], list[int]]
 
 
 def decode(target: Target, propose: Propose, context: list[int], num_tokens: int) -> Trace:
     """Greedy decoding until there are `num_tokens` tokens: draft, take what the target would have said, and go on."""
     text, start, rounds = list(context), len(context), []
-    _, choices = _read(target, text)
+    _, choices = read(target, text)
     text.append(choices[-1])
     while len(text) - start < num_tokens:
-        states, _ = _read(target, text[:-1])
+        states, _ = read(target, text[:-1])
         draft = propose(text, states)
-        _, choices = _read(target, text + draft)
+        _, choices = read(target, text + draft)
         after = choices[len(text) - 1 :]
         accepted = next((i for i, token in enumerate(draft) if token != after[i]), len(draft))
         text += after[: accepted + 1]
@@ -42,22 +53,34 @@ def decode(target: Target, propose: Propose, context: list[int], num_tokens: int
     return Trace(text[start:], rounds)
 
 
-def _read(target: Target, text: list[int]) -> tuple[Sequence[Tensor], list[int]]:
-    """States (S, D) that enter each layer, with the last behind the final norm; and the likeliest next tokens."""
-    out = target.model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
-    return [state[0] for state in out.hidden_states], out.logits[0].argmax(-1).tolist()
+def read(target: Target, text: list[int]) -> tuple[States, list[int]]:
+    """The target's states of a text, and the likeliest next token behind each of its tokens."""
+    found: list[Any] = []
+    hook = target.layers[-1].register_forward_hook(lambda module, given, output: found.append(output))
+    try:
+        out = target.model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
+    finally:
+        hook.remove()
+    last = found[0] if isinstance(found[0], Tensor) else found[0][0]
+    return States([state[0] for state in out.hidden_states], last[0]), out.logits[0].argmax(-1).tolist()
+
+
+def drafter(folder: Path, format_name: str, target: Target, num_tokens: int) -> Draft:
+    """What the folder's drafter drafts; `format_name` is one of `FORMATS`."""
+    config = json.loads((folder / "config.json").read_text())
+    return FORMATS[format_name](folder, config, target, num_tokens)
 
 
 def proposer(folder: Path, format_name: str, target: Target, num_tokens: int) -> Propose:
-    """What the folder's drafter proposes; `format_name` is one of `FORMATS`."""
-    config = json.loads((folder / "config.json").read_text())
-    return FORMATS[format_name](folder, config, target, num_tokens)
+    """As `drafter`, the tokens alone."""
+    draft = drafter(folder, format_name, target, num_tokens)
+    return lambda text, states: draft(text, states)[0]
 
 
 def look_up(max_ngram: int, min_ngram: int, num_tokens: int) -> Propose:
     """What followed the first place of the longest ending that occurs earlier in the text."""
 
-    def propose(text: list[int], states: Sequence[Tensor]) -> list[int]:
+    def propose(text: list[int], states: States) -> list[int]:
         for size in range(max_ngram, min_ngram - 1, -1):
             for start in range(len(text) - size):
                 if text[start : start + size] == text[-size:]:
@@ -67,34 +90,45 @@ def look_up(max_ngram: int, min_ngram: int, num_tokens: int) -> Propose:
     return propose
 
 
-def language_model(folder: Path, config: dict[str, Any], target: Target, num_tokens: int) -> Propose:
+class Tensors(dict[str, Tensor]):
+    """Those of a folder, in the target's dtype where they are floating-point numbers."""
+
+    def __init__(self, folder: Path, target: Target) -> None:
+        raw = layout.read_tensors(folder)
+        super().__init__((name, t.to(target.dtype) if t.is_floating_point() else t) for name, t in raw.items())
+        self._folder = folder
+
+    def __missing__(self, name: str) -> Tensor:
+        raise UserError(f"{str(self._folder)!r} lacks {name}.")
+
+
+def language_model(folder: Path, config: dict[str, Any], target: Target, num_tokens: int) -> Draft:
     """The next tokens of any causal language model."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype, use_safetensors=True).eval()
 
-    def propose(text: list[int], states: Sequence[Tensor]) -> list[int]:
-        draft: list[int] = []
-        for _ in range(num_tokens):
-            logits = model(input_ids=torch.tensor([text + draft]), use_cache=False).logits[0, -1]
-            draft.append(int(logits.argmax()))
-        return draft
+    def draft(text: list[int], states: States) -> tuple[list[int], Tensor]:
+        def step(tokens: list[int]) -> Tensor:
+            logits: Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            return logits
 
-    return propose
+        return _chain(text, num_tokens, step)
+
+    return draft
 
 
-def medusa(folder: Path, config: dict[str, Any], target: Target, num_tokens: int) -> Propose:
+def medusa(folder: Path, config: dict[str, Any], target: Target, num_tokens: int) -> Draft:
     """One head after the other on the last state, under vLLM's names or FasterDecoding's."""
-    tensors = {name: t.to(target.dtype) for name, t in read_tensors(folder / "model.safetensors").items()}
+    tensors = Tensors(folder, target)
     theirs = "medusa_num_heads" in config
     layers = config["medusa_num_layers" if theirs else "num_hidden_layers"]
-    token_map = tensors.get("token_map")
     biased = config.get("medusa_fc_bias", theirs)
 
-    def propose(text: list[int], states: Sequence[Tensor]) -> list[int]:
-        draft = []
+    def draft(text: list[int], states: States) -> tuple[list[int], Tensor]:
+        laws = []
         for head in range(num_tokens):
-            hidden = states[-1][-1]
+            hidden = states.entering[-1][-1]
             for layer in range(layers):
                 name = f"{head}.{layer}.linear" if theirs else f"blocks.{head}.layers.{layer}"
                 inner = tensors[f"{name}.weight"] @ hidden
@@ -103,22 +137,22 @@ def medusa(folder: Path, config: dict[str, Any], target: Target, num_tokens: int
                 hidden = hidden + inner * torch.sigmoid(inner)
             shared = 0 if config.get("original_lm_head") else head
             head_name = f"{head}.{layers}.weight" if theirs else f"lm_heads.{shared}.weight"
-            token = int((tensors[head_name] @ hidden).argmax())
-            draft.append(token if token_map is None else int(token_map[token]))
-        return draft
+            laws.append(_spread(tensors[head_name] @ hidden, tensors.get("token_map"), target))
+        return [int(law.argmax()) for law in laws], torch.stack(laws)
 
-    return propose
+    return draft
 
 
-def eagle(folder: Path, config: dict[str, Any], target: Target, num_tokens: int) -> Propose:
+def eagle(folder: Path, config: dict[str, Any], target: Target, num_tokens: int) -> Draft:
     """EAGLE-1: a layer over fc([emb(x_{t+1}); f_t]); the target's head reads what comes out, which is f_{t+1} to it."""
-    tensors = {name: t.to(target.dtype) for name, t in read_tensors(folder / "model.safetensors").items()}
+    tensors = Tensors(folder, target)
     table, head = _own_or_targets(tensors, target)
 
-    def propose(text: list[int], states: Sequence[Tensor]) -> list[int]:
-        hidden, tokens = states[-1], list(text[1:])
-        for _ in range(num_tokens):
-            x = torch.cat([table[tokens], hidden], dim=-1) @ tensors["fc.weight"].t()
+    def draft(text: list[int], states: States) -> tuple[list[int], Tensor]:
+        hidden = [states.entering[-1]]
+
+        def step(tokens: list[int]) -> Tensor:
+            x = torch.cat([table[tokens[1:]], torch.cat(hidden)], dim=-1) @ tensors["fc.weight"].t()
             if "fc.bias" in tensors:
                 x = x + tensors["fc.bias"]
             for index in range(config["num_hidden_layers"]):
@@ -126,45 +160,48 @@ def eagle(folder: Path, config: dict[str, Any], target: Target, num_tokens: int)
                 read = x if index == 0 else _norm(x, tensors[f"{name}input_layernorm.weight"], config)
                 x = x + _attention(read, tensors, name, config)
                 x = x + _mlp(_norm(x, tensors[f"{name}post_attention_layernorm.weight"], config), tensors, name)
-            tokens.append(int((head @ x[-1]).argmax()))
-            hidden = torch.cat([hidden, x[-1:]])
-        return tokens[len(text) - 1 :]
+            hidden.append(x[-1:])
+            return head @ x[-1]
 
-    return propose
+        return _chain(text, num_tokens, step)
+
+    return draft
 
 
-def eagle3(folder: Path, config: dict[str, Any], target: Target, num_tokens: int, behind: int = 0) -> Propose:
+def eagle3(folder: Path, config: dict[str, Any], target: Target, num_tokens: int, behind: int = 0) -> Draft:
     """EAGLE-3: h = fc of three states; a layer reads [norm(emb); norm(h)] and adds to h; norm and head of its own.
 
     The file's layer ids are those of the states entering a layer, or with `behind` 1, of those that leave it.
     """
-    raw = read_tensors(folder / "model.safetensors")
-    offsets, tensors = raw.get("d2t"), {n: t.to(target.dtype) for n, t in raw.items() if t.is_floating_point()}
+    tensors = Tensors(folder, target)
+    offsets = tensors.get("d2t")
+    token_ids = None if offsets is None else torch.arange(len(offsets)) + offsets
     table, _ = _own_or_targets(tensors, target)
-    settings = {**config.get("transformer_layer_config", {}), **config}
+    wrapped = "transformer_layer_config" in config
+    settings = {"norm_before_residual": wrapped, **config.get("transformer_layer_config", {}), **config}
     name = "layers.0." if "layers.0.hidden_norm.weight" in tensors else "midlayer."
     captured = _captured(config, target, behind)
 
-    def propose(text: list[int], states: Sequence[Tensor]) -> list[int]:
-        parts = [states[layer] for layer in captured]
+    def draft(text: list[int], states: States) -> tuple[list[int], Tensor]:
+        parts = [states.entering[layer] for layer in captured]
         if settings.get("fc_norm"):
             parts = [_norm(part, tensors[f"fc_norm.{i}.weight"], settings) for i, part in enumerate(parts)]
-        hidden, tokens = torch.cat(parts, dim=-1) @ tensors["fc.weight"].t(), list(text[1:])
-        for _ in range(num_tokens):
-            read = [
-                _norm(table[tokens], tensors[f"{name}input_layernorm.weight"], settings),
-                _norm(hidden, tensors[f"{name}hidden_norm.weight"], settings),
-            ]
-            x = read[1] if settings.get("norm_before_residual") else hidden
-            x = x + _attention(torch.cat(read, dim=-1), tensors, name, settings)
-            x = x + _mlp(_norm(x, tensors[f"{name}post_attention_layernorm.weight"], settings), tensors, name)
-            normed = _norm(x[-1:], tensors["norm.weight"], settings)
-            token = int((tensors["lm_head.weight"] @ normed[0]).argmax())
-            tokens.append(token if offsets is None else token + int(offsets[token]))
-            hidden = torch.cat([hidden, normed if settings.get("norm_output") else x[-1:]])
-        return tokens[len(text) - 1 :]
+        hidden = [torch.cat(parts, dim=-1) @ tensors["fc.weight"].t()]
 
-    return propose
+        def step(tokens: list[int]) -> Tensor:
+            before = torch.cat(hidden)
+            embedded = _norm(table[tokens[1:]], tensors[f"{name}input_layernorm.weight"], settings)
+            normed = _norm(before, tensors[f"{name}hidden_norm.weight"], settings)
+            x = normed if settings["norm_before_residual"] else before
+            x = x + _attention(torch.cat([embedded, normed], dim=-1), tensors, name, settings)
+            x = x + _mlp(_norm(x, tensors[f"{name}post_attention_layernorm.weight"], settings), tensors, name)
+            last = _norm(x[-1:], tensors["norm.weight"], settings)
+            hidden.append(last if settings.get("norm_output") else x[-1:])
+            return _spread(tensors["lm_head.weight"] @ last[0], token_ids, target)
+
+        return _chain(text, num_tokens, step)
+
+    return draft
 
 
 class Spelling(NamedTuple):
@@ -178,36 +215,56 @@ class Spelling(NamedTuple):
     layer: str = ""
     state_first: bool = False  # whether the projection reads [state; emb]
     hides_first: bool = True  # whether the first row's embedding is zero
+    before_norm: bool = False  # whether the target's state is the one that enters the final norm
     centred: bool = False  # whether norms multiply by 1 + weight
 
 
-def mtp(folder: Path, config: dict[str, Any], target: Target, num_tokens: int, names: Spelling) -> Propose:
+def mtp(folder: Path, config: dict[str, Any], target: Target, num_tokens: int, names: Spelling) -> Draft:
     """A layer over a projection of [norm(emb); norm(state)]; its output, normed, is the next state and the head's."""
-    raw, prefix = read_tensors(folder / "model.safetensors"), names.prefix.format(n=target.num_layers)
-    tensors = {name: t.to(target.dtype) + (names.centred and "norm" in name) for name, t in raw.items()}
+    prefix = names.prefix.format(n=target.num_layers)
+    tensors = Tensors(folder, target)
+    if names.centred:
+        tensors.update({name: t + 1 for name, t in tensors.items() if "norm" in name})
     table, head = _own_or_targets(tensors, target)
     layer = f"{prefix}{names.layer}"
 
-    def propose(text: list[int], states: Sequence[Tensor]) -> list[int]:
-        hidden, tokens = states[-1], list(text[1:])
-        for _ in range(num_tokens):
-            embedded = table[tokens].clone()
+    def draft(text: list[int], states: States) -> tuple[list[int], Tensor]:
+        hidden = [states.before_norm if names.before_norm else states.entering[-1]]
+
+        def step(tokens: list[int]) -> Tensor:
+            embedded = table[tokens[1:]].clone()
             if names.hides_first:
                 embedded[0] = 0
             read = [
                 _norm(embedded, tensors[f"{prefix}{names.token_norm}.weight"], config),
-                _norm(hidden, tensors[f"{prefix}{names.state_norm}.weight"], config),
+                _norm(torch.cat(hidden), tensors[f"{prefix}{names.state_norm}.weight"], config),
             ]
             x = torch.cat(read[::-1] if names.state_first else read, dim=-1)
             x = x @ tensors[f"{prefix}{names.projection}.weight"].t()
             x = x + _attention(_norm(x, tensors[f"{layer}input_layernorm.weight"], config), tensors, layer, config)
             x = x + _mlp(_norm(x, tensors[f"{layer}post_attention_layernorm.weight"], config), tensors, layer)
-            x = _norm(x[-1:], tensors[f"{prefix}{names.last_norm}.weight"], config)
-            tokens.append(int((head @ x[0]).argmax()))
-            hidden = torch.cat([hidden, x])
-        return tokens[len(text) - 1 :]
+            hidden.append(_norm(x[-1:], tensors[f"{prefix}{names.last_norm}.weight"], config))
+            return head @ hidden[-1][0]
 
-    return propose
+        return _chain(text, num_tokens, step)
+
+    return draft
+
+
+def _chain(text: list[int], num_tokens: int, step: Callable[[list[int]], Tensor]) -> tuple[list[int], Tensor]:
+    """The likeliest tokens behind `text`, one after the other; `step` tells the logits (V,) behind all so far."""
+    tokens, laws = list(text), []
+    for _ in range(num_tokens):
+        laws.append(step(tokens))
+        tokens.append(int(laws[-1].argmax()))
+    return tokens[len(text) :], torch.stack(laws)
+
+
+def _spread(logits: Tensor, token_ids: Tensor | None, target: Target) -> Tensor:
+    """Logits of the draft vocabulary `token_ids` (Vd,) as those of all tokens (V,)."""
+    if token_ids is None:
+        return logits
+    return logits.new_full((target.vocab_size,), float("-inf")).index_copy(0, token_ids, logits)
 
 
 def _captured(config: dict[str, Any], target: Target, behind: int) -> list[int]:
@@ -235,12 +292,17 @@ def _mlp(x: Tensor, tensors: dict[str, Tensor], name: str) -> Tensor:
     return (gated * torch.sigmoid(gated) * (x @ up)) @ down
 
 
+def _linear(x: Tensor, tensors: dict[str, Tensor], name: str) -> Tensor:
+    y = x @ tensors[f"{name}.weight"].t()
+    return y + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else y
+
+
 def _attention(x: Tensor, tensors: dict[str, Tensor], name: str, config: dict[str, Any]) -> Tensor:
     """Causal attention of rows (S, ·) at positions 0 to S − 1, head by head."""
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
     groups = heads // config["num_key_value_heads"]
-    query, key, value = (x @ tensors[f"{name}self_attn.{part}_proj.weight"].t() for part in "qkv")
+    query, key, value = (_linear(x, tensors, f"{name}self_attn.{part}_proj") for part in "qkv")
     later = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
     found = []
     for head in range(heads):
@@ -254,8 +316,8 @@ def _attention(x: Tensor, tensors: dict[str, Tensor], name: str, config: dict[st
 
 def _turned(x: Tensor, config: dict[str, Any]) -> Tensor:
     """RoPE: halves of a head (S, ·) turned against each other by position · θ^(−2i / size)."""
-    rope = config["rope_parameters"]
-    if rope["rope_type"] != "default":
+    rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    if rope["rope_type"] != "default" or config.get("rope_scaling"):
         raise UserError(f"engine=reference knows RoPE of the default kind, not {rope['rope_type']!r}.")
     half = x.shape[-1] // 2
     frequency = rope["rope_theta"] ** (-torch.arange(half, dtype=torch.float32) / half)
@@ -266,10 +328,14 @@ def _turned(x: Tensor, config: dict[str, Any]) -> Tensor:
 
 
 _DEEPSEEK = Spelling("model.layers.{n}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+_MIMO = Spelling(
+    "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm",
+    state_first=True, before_norm=True,
+)  # fmt: skip
 _QWEN3_NEXT = Spelling(
     "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.", hides_first=False, centred=True
 )
-FORMATS: dict[str, Callable[[Path, dict[str, Any], Target, int], Propose]] = {
+FORMATS: dict[str, Callable[[Path, dict[str, Any], Target, int], Draft]] = {
     "vllm_eagle": eagle,
     "safeailab_eagle": eagle,
     "sglang_eagle": eagle,
@@ -281,5 +347,6 @@ FORMATS: dict[str, Callable[[Path, dict[str, Any], Target, int], Propose]] = {
     "fasterdecoding_medusa": medusa,
     "hf_causal_lm": language_model,
     "deepseek_mtp": partial(mtp, names=_DEEPSEEK),
+    "mimo_mtp": partial(mtp, names=_MIMO),
     "qwen3_next_mtp": partial(mtp, names=_QWEN3_NEXT),
 }

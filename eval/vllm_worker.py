@@ -1,10 +1,12 @@
-"""Runs vLLM on prompts of token ids, in the interpreter of its own virtual environment; imports nothing of ours.
+"""Runs vLLM on prompts of token ids, in the interpreter of its own virtual environment.
 
     .venv-vllm/bin/python eval/vllm_worker.py REQUEST.json ANSWER.json
 
 The request names a model's folder, vLLM's speculative_config, and the answers that are wanted, all of which are asked
 for at once. Each answer comes with its own counts of drafts; their sums are what the engine's counters grew by. See
 `eval.engines.vllm_runner`, which writes the request.
+
+It imports nothing of ours, but for a custom proposer: then the request's `packages` says where that is found.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ def main(request_path: str, answer_path: str) -> None:
     import transformers
     import vllm
 
+    if request["packages"] is not None:
+        sys.path.append(request["packages"])
     if request["sampling_fix"]:
         repair_sampling()
     llm = vllm.LLM(
@@ -46,6 +50,7 @@ def main(request_path: str, answer_path: str) -> None:
         enable_prefix_caching=False,
         per_request_spec_decode_metrics="detailed",
         speculative_config=request["speculative_config"],
+        additional_config=request["additional_config"],
     )
     params = [
         vllm.SamplingParams(

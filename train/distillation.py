@@ -124,7 +124,8 @@ class Distillation(LawMatching):
         if not hasattr(self.drafter, "lm") or not self.drafter.pretrained:
             raise UserError(
                 "drafter.training.lora adapts a language model that has weights already: begin with some of the "
-                "target's (drafter.model.start) or with a folder (drafter.model.name_or_path), or set it to null."
+                "target's (drafter.model.start) or with a folder (drafter.model.name_or_path, or init_from for one of "
+                "ours), or set it to null."
             )
         self.drafter.requires_grad_(False)
         add_adapters(self.drafter.model, lora, "drafter.training.lora")

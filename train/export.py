@@ -37,7 +37,7 @@ def job(config: DictConfig) -> None:
     from train.model_card import measured_before
 
     format_of(options["format"])  # is there one?
-    module = detect(source, options["source_format"])
+    module = detect(source, options["source_format"], "source_format")
     described = module.read(source)
     wanted = target_options(described, options["target"], source)
     target = load_target(**wanted)
@@ -55,9 +55,10 @@ def write(
 ) -> None:
     """Write `drafter` to `folder` in format `name`, with a card that holds the figures `measured`.
 
-    Raises UserError for a format that does not fit the drafter, or has nothing to stitch.
+    It is said, there and in print, where engines propose tokens that the drafter itself never does. Raises UserError for
+    a format that does not fit the drafter, or has nothing to stitch.
     """
-    from models.checkpoint import format_of
+    from models.checkpoint import format_of, is_inside_target, is_widened
     from train.model_card import engine_card
 
     if export.target.get("adapted", {}).get("export") == "separate":
@@ -68,8 +69,16 @@ def write(
     save = format_of(name).save
     if "target" not in inspect.signature(save).parameters:
         raise UserError(f"format is {name!r}, our own: a run writes it, and this command formats of other engines.")
+    if is_widened(name, drafter):
+        note = (
+            f"The drafter was trained to propose {drafter.vocab.size:,} of the target's {target.vocab_size:,} tokens, "
+            f"and proposed no others where figures are given. Format {name} has no draft vocabulary: engines propose "
+            "all tokens from it, so that acceptance and the cost of a draft are others there."
+        )
+        print(f"note: {note}")
+        measured = f"{measured}\n\n{note}"
     more = {"stitch": True} if stitch else {}
-    if stitch and "stitch" not in inspect.signature(save).parameters:
+    if stitch and not is_inside_target(name):
         raise UserError(f"stitch=true, but what format {name} holds is no part of the target: drop it.")
     save(drafter, target, export, folder, engine_card(export, name, measured, folder), **more)
 

@@ -17,7 +17,7 @@ from eval.adapted import distance
 from eval.measure import Measurement, measure
 from eval.provenance import provenance
 from eval.tree import measure_ranks, print_tree, record_of
-from models.checkpoint import format_of, native
+from models.checkpoint import format_of, native, widened
 from models.errors import UserError
 from models.target import Target
 from models.tree import StaticTree
@@ -80,7 +80,8 @@ def export_formats(
     for name in options["export"]["formats"]:
         write_format(name, drafter, target, described, run / name, measured)
         loaded = format_of(name).load(run / name, target)
-        check_parity(target, drafter, loaded, prompts, measured_settings(options, 0.0))
+        ours = widened(name, drafter, described.model, target)
+        check_parity(target, ours, loaded, prompts, measured_settings(options, 0.0))
         print(f"{name}: {run / name}")
 
 

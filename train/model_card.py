@@ -24,6 +24,7 @@ _INT8 = "- Weights: int8 with a scale for each row of a matrix; loading turns th
 _LICENCES = {"tiny": "Apache-2.0", "smollm2": "Apache-2.0"}
 _PLACES = {"tiny": "models/target/tiny", "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 _TITLE = "## Measured"
+_WHERE = "In our own engine, in chains of drafts."
 
 
 def model_card(export: Export, measured: list[tuple[str, Measurement]]) -> str:
@@ -96,7 +97,7 @@ target alone would have said.
 
 {_TITLE}
 
-In our own engine, in chains of drafts. {measured}
+{_WHERE} {measured}
 
 ## Use
 
@@ -109,7 +110,8 @@ Or in our own engine:
 
 def measured_before(card: str) -> str:
     """The figures in an export's card."""
-    return card.partition(f"{_TITLE}\n")[2].partition("\n## ")[0].strip() or "Not measured yet."
+    found = card.partition(f"{_TITLE}\n")[2].partition("\n## ")[0].strip().removeprefix(_WHERE).strip()
+    return found or "Not measured yet."
 
 
 def licence(load: dict[str, Any]) -> str:

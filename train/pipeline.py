@@ -83,7 +83,7 @@ def adapt(options: Options, target: Target) -> Target:
 
 def rehearse(options: Options, target: Target, run: Path) -> None:
     """Build everything that the run will build, and drop it: what is refused is refused before the long work."""
-    drafter = native.build(options["drafter"]["model"], target, DraftVocab(target.vocab_size))
+    drafter = _started(options, target, DraftVocab(target.vocab_size))
     for temperature in temperatures(options):
         check_settings(target, drafter, measured_settings(options, temperature))
     if (tree := planned_tree(options)) is not None:
@@ -111,7 +111,10 @@ def _started(options: Options, target: Target, vocab: DraftVocab) -> Any:
     if options["init_from"] is None:
         return native.build(options["drafter"]["model"], target, vocab)
     folder = Path(options["init_from"]).expanduser()
-    return detect(folder).load(folder, target).train()
+    drafter = detect(folder, options["source_format"], "source_format").load(folder, target).train()
+    if hasattr(drafter, "pretrained"):
+        drafter.pretrained = True  # whatever its weights were before it was trained
+    return drafter
 
 
 def prepare_data(options: Options, target: Target) -> Prepared:

@@ -62,9 +62,11 @@ def with_start(options: Options) -> Options:
     Raises UserError where the folder holds another kind of drafter.
     """
     if options["init_from"] is None:
+        if options["source_format"] is not None:
+            raise UserError(f"source_format={options['source_format']} is that of init_from, and there is none.")
         return options
     folder, drafter = Path(options["init_from"]).expanduser(), options["drafter"]
-    model = detect(folder).read(folder).model
+    model = detect(folder, options["source_format"], "source_format").read(folder).model
     theirs, ours = (found["_target_"].rpartition(".")[2] for found in (model, drafter["model"]))
     if theirs != ours:
         raise UserError(
@@ -208,4 +210,6 @@ def _fixed(options: Options) -> Options:
     fixed = {key: value for key, value in options.items() if key not in _FREE}
     if fixed.get("init_from", 0) is None:
         del fixed["init_from"]  # a run from nothing is the same one as before there was this setting
+    if fixed.get("source_format", 0) is None:
+        del fixed["source_format"]
     return fixed

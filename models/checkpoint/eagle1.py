@@ -3,6 +3,9 @@
 fc.weight (D, 2·D) reads [emb; state]; layers.0 has no input norm, and nothing is normalised at the end: the target's
 head reads what comes out. embed_tokens.weight is the target's own, as published checkpoints have it.
 
+The head being the target's, no tensor depends on the draft vocabulary, and engines propose all of the target's tokens
+whatever a drafter was limited to (`WHOLE_VOCABULARY`).
+
 D hidden size.
 """
 
@@ -57,6 +60,7 @@ def save(
         config=config,
         foretell=foretell,
         card=card,
+        more_record={"draft_vocab_size": target.vocab_size},
     )
 
 
@@ -67,7 +71,6 @@ def has_bias(drafter: Any) -> bool:
 
 def _obstacles(drafter: EagleDrafter, target: Target) -> dict[str, bool]:
     return {
-        "its draft vocabulary is reduced (train with draft_vocab_size=null)": drafter.vocab.reduced,
         f"feature_window is {drafter.feature_window}, not 1": drafter.feature_window != 1,
         f"num_future is {drafter.num_future}, not 1": drafter.num_future != 1,
         **layout.obstacles_of_target(target),

@@ -1,8 +1,9 @@
 """Medusa under FasterDecoding's names, which vLLM reads as well: one file serves both.
 
 {i}.{j}.linear.weight (D, D) and .bias (D,), {i}.{layers}.weight (V, D). Their code repeats one block `num_layers`
-times, with one set of weights, so that only heads of one block mean the same in both. It unpickles medusa_lm_head.pt:
-we write the same tensors as safetensors, and the card says how to convert them.
+times, with one set of weights, so that only heads of one block mean the same in both: others we read where the blocks
+are the same ones, or a file has the first alone (safetensors may leave such copies out), and never write. It unpickles
+medusa_lm_head.pt: we write the same tensors as safetensors, and the card says how to convert them.
 
 D hidden size, V vocabulary.
 """
@@ -13,12 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from models.checkpoint import layout, native, snippets, vllm_medusa
 from models.checkpoint.layout import Config, Contents, Manifest, Shapes, dtype_keys
 from models.drafter.medusa import MedusaDrafter
+from models.errors import UserError
 from models.target import Target
 
 _NAME = "fasterdecoding_medusa"
+_PARTS = ("weight", "bias")
 USE = f"{snippets.vllm('medusa')}\n{snippets.FASTERDECODING}"
 _KEYS = ("model_type", "architectures", "medusa_num_heads", "medusa_num_layers", "medusa_fc_bias",
          "base_model_name_or_path", "hidden_size", "vocab_size", "dtype")  # fmt: skip
@@ -26,14 +32,16 @@ _KEYS = ("model_type", "architectures", "medusa_num_heads", "medusa_num_layers",
 
 def manifest(config: Config, names: set[str]) -> Manifest:
     """What a folder with such a config.json must hold; older ones tell sizes by their tensors alone."""
-    layers, shapes = config.get("medusa_num_layers", 1), Shapes()
+    layers, shapes, repeated = config.get("medusa_num_layers", 1), Shapes(), set()
     size, vocab_size = config["hidden_size"], config["vocab_size"]
     for head in range(config["medusa_num_heads"]):
         for layer in range(layers):
             shapes[f"{head}.{layer}.linear.weight"] = (size, size)
             shapes[f"{head}.{layer}.linear.bias"] = (size,)
+            if layer > 0:
+                repeated |= {f"{head}.{layer}.linear.{part}" for part in _PARTS}
         shapes[f"{head}.{layers}.weight"] = (vocab_size, size)
-    return Manifest(shapes, _KEYS)
+    return Manifest(shapes, _KEYS, optional=frozenset(repeated))
 
 
 def save(drafter: Any, target: Target, export: native.Export, folder: Path, card: str) -> None:
@@ -104,8 +112,23 @@ def read(folder: Path) -> native.Export:
 def load(folder: Path, target: Target) -> Any:
     """The drafter in the folder. Raises UserError that names all that does not fit."""
     contents = _contents(folder)
-    renamed = {_own_name(name): tensor for name, tensor in contents.tensors.items()}
+    renamed = {_own_name(name): tensor for name, tensor in _repeated(contents).items()}
     return vllm_medusa.build(replace(contents, tensors=renamed), _model_of(contents.config), target)
+
+
+def _repeated(contents: Contents) -> dict[str, Tensor]:
+    """All blocks of all heads, copies of the first included. Raises UserError that names a block that is another."""
+    config, found = contents.config, dict(contents.tensors)
+    for head in range(config["medusa_num_heads"]):
+        for layer in range(1, config.get("medusa_num_layers", 1)):
+            for part in _PARTS:
+                first, name = found[f"{head}.0.linear.{part}"], f"{head}.{layer}.linear.{part}"
+                if not torch.equal(found.setdefault(name, first), first):
+                    raise UserError(
+                        f"{str(contents.folder)!r}: {name} is not {head}.0.linear.{part}, but FasterDecoding's code "
+                        "repeats one block: engines compute different things of this file."
+                    )
+    return found
 
 
 def _contents(folder: Path) -> Contents:

@@ -27,8 +27,7 @@ _SPELLING = Spelling(
     model_types=("qwen2",),
     config={"architectures": ["MiMoForCausalLM"]},  # and the model type stays qwen2: transformers knows no mimo
 )
-USE = snippets.inside_the_target(
-    'vLLM: `LLM(model="FOLDER", speculative_config={"method": "mtp", "num_speculative_tokens": 1})`.'
-)
+USE = snippets.inside_the_target(snippets.VLLM_MTP)
+WHOLE_VOCABULARY = True
 
 save, read, load, recognises = mtp.functions(_SPELLING)

@@ -1,7 +1,8 @@
 """Sequential multi-token prediction as a part of the target's own checkpoint.
 
 There are several spellings (`Spelling`) of one module: two norms, a projection of [norm(emb); norm(state)], a decoder
-layer of the target's sizes, and a last norm. A folder holds its tensors alone, beside the target's config.json; or,
+layer of the target's sizes, and a last norm. The head is the target's, so that engines propose all of its tokens
+whatever a drafter was limited to. A folder holds its tensors alone, beside the target's config.json; or,
 stitched, all of the target's files too, with the module's in model-mtp.safetensors and an index over both.
 
 D hidden size.
@@ -120,6 +121,7 @@ def save(
         config=config,
         foretell=lambda found, names: manifest(spelling, found),
         card=card,
+        more_record={"draft_vocab_size": target.vocab_size},
         file=_FILE if stitch else layout.TENSORS,
         mine=lambda found, name: name.startswith(spelling.prefix(found)),
         also=(lambda temporary: _write_target(target, tensors, temporary)) if stitch else None,
@@ -152,7 +154,6 @@ def _obstacles(spelling: Spelling, drafter: SequentialMTP, target: Target) -> di
         "row's token there": drafter.hide_first != spelling.hides_first,
         f"before_norm is {found}, and engines read the state {where} the target's final norm": found
         != spelling.before_norm,
-        "its draft vocabulary is reduced (train with draft_vocab_size=null)": drafter.vocab.reduced,
         f"its {', '.join(other)} are not the target's, from which engines take them": bool(other),
         f"the target is a {kind}, and this is a part of {' or '.join(spelling.model_types)}": bool(spelling.model_types)
         and kind not in spelling.model_types,

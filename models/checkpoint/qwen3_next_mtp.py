@@ -23,5 +23,6 @@ _SPELLING = Spelling(
     centred_norms=True,
 )
 USE = snippets.inside_the_target("No engine that we know runs a layer of Llama's shape under these names.")
+WHOLE_VOCABULARY = True
 
 save, read, load, recognises = mtp.functions(_SPELLING)

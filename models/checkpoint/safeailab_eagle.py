@@ -14,6 +14,7 @@ from models.target import Target
 
 _NAME = "safeailab_eagle"
 USE = snippets.safeailab(", use_eagle3=False")
+WHOLE_VOCABULARY = True
 _ARCHITECTURE = "LlamaForCausalLM"
 SCALINGS = ("default", "linear", "dynamic")  # of RoPE, that SafeAILab's layers know
 

@@ -11,6 +11,7 @@ from models.target import Target
 
 _NAME = "sglang_eagle"
 USE = snippets.sglang("EAGLE")
+WHOLE_VOCABULARY = True
 _ARCHITECTURE = "LlamaForCausalLMEagle"
 
 

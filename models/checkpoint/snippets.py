@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+# vLLM 0.32 keeps "eagle" and "eagle3" as they are named, and overrides other methods by words in the path.
+_GUESSES = """, which takes another method than the one named here where the folder's path has "eagle-", "eagle3",
+"dflash" or "dspark" in it: keep such words out of it"""
+_PATHS = {"medusa": _GUESSES, "draft_model": _GUESSES}
 PARTS = ("TARGET", "FOLDER", "TOKENS", "ROWS")
 
 
 def vllm(method: str) -> str:
     """For vLLM, with the method by its name."""
-    return f"""vLLM; it may guess another method where "eagle-", "eagle3", "dflash" or "dspark" is in the folder's path:
+    return f"""vLLM{_PATHS.get(method, "")}:
 
 ```python
 from vllm import LLM, SamplingParams
@@ -49,6 +53,19 @@ def inside_the_target(engine: str) -> str:
     """For a module that is a part of the target's checkpoint."""
     return f"""These are tensors of the target's own checkpoint. `stitch=true` in the command that wrote
 them, python train/export.py, writes the target's files with them. {engine}
+"""
+
+
+VLLM_MTP = f"""vLLM then starts both from the folder{_GUESSES}:
+
+```python
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":  # vLLM starts further processes, which import this
+    drafts = {{"method": "mtp", "num_speculative_tokens": TOKENS}}
+    llm = LLM(model="FOLDER", speculative_config=drafts)
+    print(llm.generate(["def main("], SamplingParams(temperature=0, max_tokens=64))[0].outputs[0].text)
+```
 """
 
 

@@ -11,6 +11,7 @@ from models.target import Target
 
 _NAME = "vllm_eagle"
 USE = snippets.vllm("eagle")
+WHOLE_VOCABULARY = True
 _ARCHITECTURE = "LlamaForCausalLM"  # vLLM puts Eagle in front of it
 
 

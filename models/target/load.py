@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from models.errors import UserError
@@ -77,6 +77,18 @@ def load_target(
     target = Target(model, tokenizer, name=name)
     target.check()
     return target
+
+
+def load_skeleton(folder: str) -> Target:
+    """The target in a folder without its weights: for drafters that read nothing but text.
+
+    Raises UserError where the folder's config or tokenizer cannot be loaded.
+    """
+    with _explained(f"load the target {folder!r}"):
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        return Target(model, AutoTokenizer.from_pretrained(folder), name=folder)
 
 
 def _with_adapter(model: Any, adapter: str | None) -> Any:

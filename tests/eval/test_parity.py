@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from models.sampling import SamplingParams
 from models.target import Target
 from models.vocab import DraftVocab
 from tests.helpers.drafters import shaken
+from tests.helpers.engines import VLLM_PYTHON, needs_vllm
 
 LOOKUP = {"_target_": "models.drafter.prompt_lookup.PromptLookupDrafter", "prefer": "earliest"}
 LAYERS = {"_target_": "models.drafter.distilled_lm.DistilledLM", "start": "first_layers", "num_layers": 5}
@@ -94,7 +94,7 @@ def test_senseless_cases_are_refused(changes: dict[str, Any], sentence: str) -> 
 def test_the_cases_of_make_parity_are_cases() -> None:
     small = yaml.safe_load((ROOT / "parity" / "small.yaml").read_text())
     found = cases(options(cases=small["cases"]))
-    assert len({case.name for case in found}) == len(found) == 16
+    assert len({case.name for case in found}) == len(found) == 20
     for case in found:
         engines.refuse_unreadable(case.engine, case.format)
 
@@ -256,14 +256,9 @@ def test_the_table_shows_both_sides_where_they_differ() -> None:
     assert "a: position 0 accepts less" in out.getvalue()
 
 
-VLLM_PYTHON = os.environ.get("DRAFTSMITH_VLLM_PYTHON", str(ROOT.parent / ".venv-vllm" / "bin" / "python"))
-
-
+@needs_vllm
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(
-    not Path(VLLM_PYTHON).is_file(), reason=f"no {VLLM_PYTHON}: run make vllm-env, or set DRAFTSMITH_VLLM_PYTHON"
-)
 def test_vllm_counts_what_we_count(tiny: Target, lookup: str, draft_lm: str, tmp_path: Path) -> None:
     """Look-up, a draft model and an untrained EAGLE layer, each in vLLM itself; and the sampled law of one."""
     drafter = EagleDrafter(tiny, DraftVocab(tiny.vocab_size))

@@ -68,22 +68,24 @@ def test_the_command_writes_a_folder_with_a_card(made: Path, tiny: Target, capsy
     assert "TARGET" not in card and "FOLDER" not in card
 
 
-def test_the_snippet_for_transformers_runs(
-    tiny: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_reduced_vocabulary_is_widened_and_that_is_said(
+    tiny: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = {"_target_": "models.drafter.distilled_lm.DistilledLM", "start": "first_layers", "num_layers": 2}
-    torch.manual_seed(0)
-    drafter = native.build(model, tiny, DraftVocab(tiny.vocab_size))
+    """Engines read the target's whole head: what comes back proposes all tokens, by the weights that were trained."""
+    drafter = build_shaken(EAGLE, tiny, DraftVocab(tiny.vocab_size, torch.arange(0, 2048, 4)))
     place = {"name": tiny.name, "fingerprint": tiny.fingerprint, "load": {"source": "tiny"}}
-    provenance = {"versions": {}, "data": None, "command": "python", "git_revision": "none"}
-    native.save(drafter, native.Export("lm", model, place, 3, provenance), drafter.vocab, tmp_path / "export", "")
-    run(export, "export", f"export={tmp_path / 'export'}", "format=hf_causal_lm")
-    card = (tmp_path / "hf_causal_lm" / "README.md").read_text()
-    assert '"method": "draft_model"' in card
-    capsys.readouterr()
-    monkeypatch.chdir(ROOT.parent)
-    exec(card.partition("```python\n")[2].partition("```")[0], {})
-    assert capsys.readouterr().out.startswith("def main(")
+    native.save(drafter, native.Export("eagle", EAGLE, place, 3, {}), drafter.vocab, tmp_path / "export", "")
+    run(export, "export", f"export={tmp_path / 'export'}", "format=vllm_eagle", f"output={tmp_path / 'a'}")
+    said = "propose 512 of the target's 2,048 tokens"
+    assert said in capsys.readouterr().out
+    run(export, "export", f"export={tmp_path / 'a'}", "format=sglang_eagle", f"output={tmp_path / 'b'}")
+    for name, folder in (("vllm_eagle", tmp_path / "a"), ("sglang_eagle", tmp_path / "b")):
+        loaded = format_of(name).load(folder, tiny)
+        assert loaded.vocab.size == 2048 and loaded.head.weight.shape[0] == 2048
+        assert all(torch.equal(loaded.state_dict()[key], tensor) for key, tensor in drafter.state_dict().items())
+        card = (folder / "README.md").read_text()
+        assert card.count(said) == card.count("In our own engine, in chains of drafts.") == 1
+        assert json.loads((folder / layout.RECORD).read_text())["draft_vocab_size"] == 2048
 
 
 def test_what_it_wrote_is_measured_and_converted(made: Path, tmp_path: Path) -> None:
@@ -132,14 +134,20 @@ def test_what_cannot_be_written_is_refused(overrides: list[str], said: str, made
     assert [path.name for path in made.parent.iterdir()] == ["export"]
 
 
-def test_a_run_refuses_a_format_that_will_not_fit(tiny: Target, tmp_path: Path) -> None:
+def test_a_run_refuses_a_format_that_will_not_fit(
+    tiny: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UserError, match="Format vllm_medusa takes MedusaDrafter"):
         pipeline.rehearse(options("+drafter=eagle", "export.formats=[vllm_medusa]"), tiny, tmp_path)
     with pytest.raises(UserError, match="draft vocabulary is reduced"):
         pipeline.rehearse(
-            options("+drafter=eagle", "export.formats=[vllm_eagle]", "draft_vocab_size=64"), tiny, tmp_path
+            options("+drafter=medusa", "export.formats=[fasterdecoding_medusa]", "draft_vocab_size=64"), tiny, tmp_path
         )
-    pipeline.rehearse(options("+drafter=eagle", "export.formats=[vllm_eagle,sglang_eagle]"), tiny, tmp_path)
+    formats = "export.formats=[vllm_eagle,sglang_eagle]"
+    pipeline.rehearse(options("+drafter=eagle", formats), tiny, tmp_path)
+    assert "proposed no others" not in capsys.readouterr().out
+    pipeline.rehearse(options("+drafter=eagle", formats, "draft_vocab_size=64"), tiny, tmp_path)
+    assert capsys.readouterr().out.count("proposed no others") == 2
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="Did you mean 'vllm_eagle3'"):
         settings.check(options("+drafter=eagle3", "export.formats=[vllm_eagle33]"))
@@ -163,6 +171,45 @@ def test_training_starts_from_a_folder(made: Path, tiny: Target, tmp_path: Path)
     assert settings.with_start(options("+drafter=eagle"))["drafter"]["training"]["start"] == "least_squares"
     with pytest.raises(UserError, match=r"holds a EagleDrafter, but \+drafter=medusa is a MedusaDrafter"):
         settings.with_start(options("+drafter=medusa", f"init_from={made}"))
+    with pytest.raises(UserError, match="source_format=vllm_eagle is that of init_from, and there is none"):
+        settings.with_start(options("+drafter=eagle", "source_format=vllm_eagle"))
+
+
+def test_the_format_of_a_start_may_have_to_be_named(tiny: Target, tmp_path: Path) -> None:
+    """vLLM's and SGLang's EAGLE-3 folders are alike, and count captured layers differently."""
+    model = {"_target_": "models.drafter.eagle3.Eagle3Drafter", "intermediate_size": 64}
+    drafter = build_shaken(model, tiny, DraftVocab(tiny.vocab_size))
+    place = {"name": tiny.name, "fingerprint": tiny.fingerprint, "load": {"source": "tiny"}}
+    described = native.Export("eagle3", model, place, 3, {})
+    format_of("sglang_eagle3").save(drafter, tiny, described, tmp_path / "a", "")
+    (tmp_path / "a" / layout.RECORD).unlink()
+    start = ("+drafter=eagle3", f"init_from={tmp_path / 'a'}")
+    with pytest.raises(UserError, match="can be read as sglang_eagle3 or as vllm_eagle3: say which by source_format"):
+        settings.with_start(options(*start))
+    layers = {}
+    for name in ("vllm_eagle3", "sglang_eagle3"):
+        chosen = settings.with_start(options(*start, f"source_format={name}"))
+        layers[name] = pipeline.build_drafter(chosen, tiny, None).capture_layers
+    assert layers["sglang_eagle3"] == drafter.capture_layers
+    assert layers["vllm_eagle3"] == tuple(layer - 1 for layer in drafter.capture_layers)
+
+
+def test_adapters_are_put_into_what_a_run_starts_from(tiny: Target, tmp_path: Path) -> None:
+    """A draft model that began at random and was trained has weights to be adapted; a new one has none."""
+    model = {"_target_": "models.drafter.distilled_lm.DistilledLM", "start": "random", "num_layers": 1}
+    drafter = build_shaken(model, tiny, DraftVocab(tiny.vocab_size))
+    place = {"name": tiny.name, "fingerprint": tiny.fingerprint, "load": {"source": "tiny"}}
+    native.save(drafter, native.Export("lm", model, place, 3, {}), drafter.vocab, tmp_path / "export", "")
+    lora = ("+drafter=distilled_lm", "drafter.training.lora={rank:4}")
+    with pytest.raises(UserError, match=r"adapts a language model that has weights already: .*init_from"):
+        pipeline.rehearse(options(*lora, "drafter.model.start=random"), tiny, tmp_path)
+    chosen = settings.with_start(options(*lora, f"init_from={tmp_path / 'export'}"))
+    pipeline.rehearse(chosen, tiny, tmp_path)
+    module = pipeline._training_module(chosen, tiny, pipeline.build_drafter(chosen, tiny, None))
+    kept = module.kept_state()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in drafter.state_dict().items())
+    trained = [name for name, p in module.drafter.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
 
 
 @pytest.mark.slow

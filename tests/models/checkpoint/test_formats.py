@@ -243,9 +243,52 @@ def test_a_dropped_map_is_missed(tmp_path: Path) -> None:
         loaded(case, tmp_path / "made", case.format)
 
 
+def published(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    """FasterDecoding's heads with one block that is used twice, as its own code saves them."""
+    case = next(case for case in CASES if case.format == "fasterdecoding_medusa")
+    formats.save(case, folder)
+    edited_config(unrecorded(folder), lambda config: config.update(medusa_num_layers=2))
+
+    def repeat(tensors: dict[str, Tensor]) -> None:
+        for head in range(4):
+            tensors[f"{head}.2.weight"] = tensors.pop(f"{head}.1.weight")
+            for part in ("weight", "bias"):
+                tensors[f"{head}.1.linear.{part}"] = tensors[f"{head}.0.linear.{part}"].clone()
+        change(tensors)
+
+    edited(folder, "model.safetensors", repeat)
+    return folder
+
+
+def drop_copies(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if ".1.linear." in name]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize("change", [lambda tensors: None, drop_copies], ids=["with copies", "without"])
+def test_a_block_that_fasterdecoding_uses_twice(change: Callable[[dict[str, Tensor]], None], tmp_path: Path) -> None:
+    """Their code (medusa_model.py) puts one block `medusa_num_layers` times into a head."""
+    folder, target = published(tmp_path / "made", change), formats.target_of("four")
+    loaded = detect(folder).load(folder, target)
+    law, _ = drafted(loaded, target)
+    tensors = load_file(folder / "model.safetensors")
+    with torch.no_grad():
+        state = target(torch.tensor([formats.IDS[:-1]])).last[0, -1]
+    for head in range(4):
+        x = state
+        for _ in range(2):
+            x = x + torch.nn.functional.silu(tensors[f"{head}.0.linear.weight"] @ x + tensors[f"{head}.0.linear.bias"])
+        torch.testing.assert_close(law[head], tensors[f"{head}.2.weight"] @ x)
+
+
+def test_blocks_that_fasterdecoding_does_not_tell_apart_are_refused(tmp_path: Path) -> None:
+    folder = published(tmp_path / "made", lambda tensors: tensors["2.1.linear.weight"].add_(0.01))
+    with pytest.raises(UserError, match=r"2\.1\.linear\.weight is not 2\.0\.linear\.weight, .*repeats one block"):
+        detect(folder).load(folder, formats.target_of("four"))
+
+
 REFUSED = [
     ("vllm_eagle", Case("", MEDUSA), "takes EagleDrafter, not MedusaDrafter"),
-    ("vllm_eagle", Case("", EAGLE, reduced=True), "draft vocabulary is reduced"),
     ("vllm_eagle", Case("", EAGLE, {"feature_window": 3}), "feature_window is 3, not 1"),
     ("vllm_eagle", Case("", EAGLE, {"num_future": 2}), "num_future is 2, not 1"),
     ("vllm_eagle", Case("", EAGLE, {"fc_bias": True}), "fc has a bias"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,64 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.target import Target
+from eval import reference
 from tests.helpers import formats
 from tests.helpers.drafters import EXACT
-from tests.helpers.formats import CASES, IDS, TOKENS, Case, MTPNames, PlainEngine, drafted
+from tests.helpers.formats import CASES, IDS, TOKENS, Case, drafted
 
 
-def vllm_layers(config: dict[str, Any], target: Target) -> list[int]:
-    return config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-
-
-def sglang_layers(config: dict[str, Any], target: Target) -> list[int]:
-    return [index + 1 for index in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
-
-
-def safeailab_layers(config: dict[str, Any], target: Target) -> list[int]:
-    return [2, target.num_layers // 2, target.num_layers - 3]
-
-
-def speculators_layers(config: dict[str, Any], target: Target) -> list[int]:
-    return config["eagle_aux_hidden_state_layer_ids"]
-
-
-LAYERS: dict[str, Callable[[dict[str, Any], Target], list[int]]] = {
-    "vllm_eagle3": vllm_layers,
-    "sglang_eagle3": sglang_layers,
-    "safeailab_eagle3": safeailab_layers,
-    "speculators_eagle3": speculators_layers,
-}
-ENGINES = {
-    "vllm_eagle": formats.eagle,
-    "safeailab_eagle": formats.eagle,
-    "sglang_eagle": formats.eagle,
-    "vllm_medusa": formats.medusa,
-    "fasterdecoding_medusa": formats.medusa,
-}
-# The target of four layers has its module as layer 4.
-MODULES = {
-    "deepseek_mtp": MTPNames("model.layers.4.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
-    "mimo_mtp": MTPNames(
-        "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm",
-        state_first=True, before_norm=True,
-    ),
-    "qwen3_next_mtp": MTPNames(
-        "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.",
-        hides_first=False, centred=True,
-    ),
-}  # fmt: skip
-KNOWN = [case for case in CASES if case.format in {*LAYERS, *ENGINES, *MODULES} and not case.save]
+KNOWN = [case for case in CASES if not case.save]
 
 
 def by_engine(case: Case, folder: Path) -> tuple[Tensor, list[int]]:
     target = formats.target_of(case.target)
-    engine = PlainEngine(folder, target)
-    if case.format in LAYERS:
-        return formats.eagle3(engine, IDS, TOKENS, LAYERS[case.format](engine.config, target))
-    if case.format in MODULES:
-        return formats.mtp(engine, IDS, TOKENS, MODULES[case.format])
-    return ENGINES[case.format](engine, IDS, TOKENS)
+    with torch.no_grad():
+        states, _ = reference.read(target, IDS[:-1])
+        tokens, logits = reference.drafter(folder, case.format, target, TOKENS)(IDS, states)
+    return logits, tokens
 
 
 @pytest.mark.parametrize("case", KNOWN, ids=str)
@@ -82,14 +38,20 @@ def test_the_file_says_what_the_drafter_computes(case: Case, tmp_path: Path) -> 
     assert (ours[1:, known] - ours[:-1, known]).abs().max() > 0.01  # steps that feed back are not the first one again
 
 
-@pytest.mark.parametrize("case", [case for case in KNOWN if case.format in LAYERS], ids=str)
+@pytest.mark.parametrize("case", [case for case in KNOWN if case.drafter == formats.EAGLE3], ids=str)
 def test_a_layer_off_by_one_is_seen(case: Case, tmp_path: Path) -> None:
     """The engines must be able to tell: reading the next layer's states gives other logits."""
     drafter = formats.save(case, tmp_path / "made")
     target = formats.target_of(case.target)
-    engine = PlainEngine(tmp_path / "made", target)
-    shifted = [layer + 1 for layer in LAYERS[case.format](engine.config, target)]
-    theirs, _ = formats.eagle3(engine, IDS, TOKENS, shifted)
+
+    def shift(config: dict[str, Any]) -> None:
+        inner = config if "eagle_aux_hidden_state_layer_ids" in config else config.setdefault("eagle_config", {})
+        before = drafter.capture_layers if case.format != "sglang_eagle3" else [i - 1 for i in drafter.capture_layers]
+        assert inner.get("eagle_aux_hidden_state_layer_ids", list(before)) == list(before)
+        inner["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in before]
+
+    formats.edited_config(tmp_path / "made", shift)
+    theirs, _ = by_engine(case, tmp_path / "made")
     ours, _ = drafted(drafter, target)
     known = ours.isfinite()
     assert (ours - theirs)[known].abs().max() > 0.01
