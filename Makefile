@@ -54,7 +54,7 @@ $(VLLM_VENV)/.installed:
 	touch $@
 
 # Trains what is not trained yet; a case that passed is not run again.
-SMALL := data.sizes.train=256 data.sizes.validation=16 data.sizes.test=16 fit.max_steps=100 fit.evaluate_every=100 \
+SMALL := data.sizes.train=128 data.sizes.validation=16 data.sizes.test=16 fit.max_steps=60 fit.evaluate_every=60 \
 	fit.validation_prompts=8 measure.num_prompts=4 measure.temperatures=[0]
 parity: install vllm-env
 	$(BIN)/python train/run.py +drafter=eagle $(SMALL) run_name=parity/eagle

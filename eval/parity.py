@@ -279,7 +279,10 @@ class Opened:
 
 
 def open_export(folder: Path, format_name: str | None, options: dict[str, Any]) -> Opened:
-    """Load an export, in the format of that name where it is not to be detected, and its target. Raises UserError for what cannot be loaded or compared."""
+    """Load an export and its target; `format_name` is null where the export's format is to be detected.
+
+    Raises UserError for what cannot be loaded or compared.
+    """
     from data.answers import context_ids
     from eval.engines import room_for
     from eval.prompt_sets import prompt_set

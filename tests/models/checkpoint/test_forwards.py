@@ -15,7 +15,6 @@ from tests.helpers import formats
 from tests.helpers.drafters import EXACT
 from tests.helpers.formats import CASES, IDS, TOKENS, Case, drafted
 
-
 KNOWN = [case for case in CASES if not case.save]
 
 
