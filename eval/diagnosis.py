@@ -5,7 +5,9 @@ P prompts or samples, K drafted positions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from eval.rounds import Compared, Counts
 
 _MATERIAL = 0.02  # a difference of conditional acceptance that a few near-ties of the drafter do not make
+_RARE = 0.1  # of all rounds that part: fewer are near-ties
 _SHUFFLES = 20_000
 
 
@@ -25,8 +28,9 @@ def conditional(accepted: Sequence[int], drafts: int) -> list[float]:
 def diagnose(compared: Compared) -> str | None:
     """The likely cause of a difference, by the first position where theirs accepts less (or more); None for none.
 
-    Drafts are made behind other texts as soon as one differs, so that all positions' counts move a little. What tells
-    the cause is the first position at which the share of accepted drafts moves by more than that.
+    Drafts are made behind other texts as soon as one differs, so that all positions' counts move a little. So only
+    rounds that begin behind the same text are looked at, where both engines tell of their rounds. The first position
+    at which those part tells the cause; a few may part earlier, at near-ties of the drafter.
     """
     if compared.equal:
         return None
@@ -39,26 +43,63 @@ def diagnose(compared: Compared) -> str | None:
     if not compared.unequal:
         return "every prompt's answers part at a near-tie, so that nothing could be compared: take other prompts"
     ours, theirs = compared.totals()
-    before, after = (conditional(side["accepted_per_position"], side["drafts"]) for side in (ours, theirs))
     if theirs["drafts"] == 0:
         return "it drafted nothing: the drafter is not in use there"
-    moved = [
-        (place, a - b)
-        for place, (a, b) in enumerate(zip(after, before, strict=True))
-        if not abs(a - b) <= _MATERIAL  # nan counts: nothing got so far
-    ]
-    if not moved:
+    place, change = _by_rounds(compared) or _by_totals(ours, theirs)
+    if place is None:
         prompts = ", ".join(map(str, compared.unequal[:5]))
         return (
             f"no position's acceptance differs by more than {_MATERIAL:.0%}: near-ties of the drafter, or another rule "
             f"of counting (prompts {prompts})"
         )
-    place, change = moved[0]
     if place == 0:
         cause = "layer, norm, RoPE, mask, captured layers or vocabulary map"
     else:
         cause = "what is fed back from token to token (state or position), or that position's own head"
     return f"position {place} accepts {'less' if change < 0 else 'more'} ({change:+.1%}): {cause}"
+
+
+def _by_totals(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[int | None, float]:
+    """The first position at which the share of accepted drafts moves, and by how much."""
+    before, after = (conditional(side["accepted_per_position"], side["drafts"]) for side in (ours, theirs))
+    moved = [
+        (place, a - b)
+        for place, (a, b) in enumerate(zip(after, before, strict=True))
+        if not abs(a - b) <= _MATERIAL  # nan counts: nothing got so far
+    ]
+    return moved[0] if moved else (None, 0.0)
+
+
+def _by_rounds(compared: Compared) -> tuple[int | None, float] | None:
+    """The first position at which rounds behind the same text part, and how the share of accepted drafts moves there.
+
+    None where the rounds are not told, no position where hardly any part.
+    """
+    pairs = [pair for place in compared.unequal for pair in _shared(compared.ours[place], compared.theirs[place])]
+    parted = Counter(min(pair) for pair in pairs if pair[0] != pair[1])
+    if not parted:
+        return None
+    often = max(_MATERIAL * len(pairs), _RARE * parted.total())
+    place = min((place for place, number in parted.items() if number >= often), default=None)
+    if place is None:
+        return None, 0.0
+    reached = [pair for pair in pairs if min(pair) >= place]
+    more = sum((b > place) - (a > place) for a, b in reached)
+    return place, more / len(reached)
+
+
+def _shared(ours: Counts, theirs: Counts) -> list[tuple[int, int]]:
+    """Accepted tokens of both in each round that begins at the same token of one answer; none if rounds are missing."""
+    starts = []
+    for side in (ours, theirs):
+        begin, found = 1, {}
+        for accepted in side.rounds:
+            found[begin] = accepted
+            begin += accepted + 1
+        if begin < len(side.token_ids):
+            return []
+        starts.append(found)
+    return [(accepted, starts[1][begin]) for begin, accepted in starts[0].items() if begin in starts[1]]
 
 
 def two_samples(ours: Sequence[Counts], theirs: Sequence[Counts], seed: int = 0) -> tuple[float, float]:

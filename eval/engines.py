@@ -198,7 +198,7 @@ def observed(answer: list[int], drafts: list[list[int]], positions: int) -> Coun
 
     Raises RuntimeError where the rounds do not make the answer: what was taken for a round is none.
     """
-    given, by_position = 1, [0] * positions
+    given, by_position, rounds = 1, [0] * positions, []
     for draft in drafts:
         following = answer[given:]
         accepted = next(
@@ -207,9 +207,10 @@ def observed(answer: list[int], drafts: list[list[int]], positions: int) -> Coun
         for position in range(accepted):
             by_position[position] += 1
         given += accepted + 1
+        rounds.append(accepted)
     if not len(answer) <= given <= len(answer) + 1:
         raise RuntimeError(f"{len(drafts)} rounds make {given} tokens, not the {len(answer)} that came")
-    return Counts(answer, sum(map(bool, drafts)), sum(map(len, drafts)), by_position)
+    return Counts(answer, sum(map(bool, drafts)), sum(map(len, drafts)), by_position, rounds)
 
 
 # --- a plain re-implementation
@@ -338,7 +339,7 @@ def counts_of(made: dict[str, Any], positions: int) -> list[Counts]:
     counts = []
     for found in made["answers"]:
         reached = [sum(found["histogram"][i:]) for i in range(positions + 1)]
-        counts.append(Counts(found["token_ids"], reached[0], found["drafted"], reached[1:]))
+        counts.append(Counts(found["token_ids"], reached[0], found["drafted"], reached[1:], found["accepted_by_round"]))
     sums = {
         "drafts": sum(c.drafts for c in counts),
         "drafted": sum(c.drafted for c in counts),

@@ -47,12 +47,16 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """An answer, and what an engine counted of it; `accepted` is by position (K)."""
+    """An answer, and what an engine counted of it; `accepted` is by position (K).
+
+    `rounds` are the accepted tokens of each round, as far as the engine tells: they are for the diagnosis alone.
+    """
 
     token_ids: list[int]
     drafts: int
     drafted: int
     accepted: list[int]
+    rounds: list[int] = field(default_factory=list, compare=False)
 
     @property
     def histogram(self) -> list[int]:
@@ -158,7 +162,7 @@ def ended(token_ids: list[int], max_new_tokens: int, stop: frozenset[int]) -> li
 def count(found: Trace, rule: Rule, *, max_new_tokens: int, positions: int, stop: frozenset[int]) -> Counts:
     """What an engine with that rule counts of a trace, whose answer ends at a stop token or `max_new_tokens`."""
     answer = ended(found.token_ids, max_new_tokens, stop)
-    given, drafts, drafted, by_position = 1, 0, 0, [0] * positions
+    given, drafts, drafted, by_position, rounds = 1, 0, 0, [0] * positions, []
     for done in found.rounds:
         left = len(answer) - given
         if left <= 0:
@@ -170,7 +174,8 @@ def count(found: Trace, rule: Rule, *, max_new_tokens: int, positions: int, stop
         drafts += bool(draft)
         drafted += len(draft)
         given += done.accepted + 1
-    return Counts(answer, drafts, drafted, by_position)
+        rounds.append(done.accepted)
+    return Counts(answer, drafts, drafted, by_position, rounds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -44,6 +46,29 @@ def test_more_can_be_as_wrong_as_less() -> None:
 def test_small_differences_name_prompts() -> None:
     found = cause(Counts([1], 100, 300, [80, 60, 44]))
     assert found.startswith("no position's acceptance differs by more than 2%") and "(prompts 0)" in found
+
+
+def of_rounds(rounds: list[int]) -> Counts:
+    """An answer that was made by rounds of 3 drafted tokens, of which so many were accepted."""
+    counts = [sum(accepted > place for accepted in rounds) for place in range(3)]
+    return Counts([0] * (1 + len(rounds) + sum(rounds)), len(rounds), 3 * len(rounds), counts, rounds)
+
+
+def test_only_rounds_behind_the_same_text_tell_the_cause() -> None:
+    """Position 1 is what is wrong; behind other texts, position 0 happens to fare much worse."""
+    ours = of_rounds([2, 2, 2, 2, 1, 1])  # begin at 1, 4, 7, 10, 13, 15
+    theirs = of_rounds([1, 0, 1, 0, 1, 0, 1, 0, 1, 1])  # at 1, 3, 4, 6, 7, 9, 10, 12, 13, 15
+    found = diagnose(Compared([ours], [theirs], unequal=[0]))
+    assert found is not None and found.startswith("position 1 accepts less (-66.7%): what is fed back")
+    silent = replace(theirs, rounds=[])  # an engine that does not tell
+    found = diagnose(Compared([ours], [silent], unequal=[0]))
+    assert found is not None and found.startswith("position 0 accepts less (-40.0%)")
+
+
+def test_a_few_rounds_that_part_are_near_ties() -> None:
+    ours, theirs = of_rounds([2] * 100), of_rounds([2] * 50 + [0, 1] + [2] * 49)
+    found = diagnose(Compared([ours], [theirs], unequal=[0]))
+    assert found is not None and found.startswith("no position's acceptance differs by more than 2%: near-ties")
 
 
 def test_nothing_drafted_and_nothing_accepted() -> None:

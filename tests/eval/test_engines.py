@@ -107,6 +107,7 @@ def test_the_reference_counts_what_we_count(task: Task, kind: str) -> None:
 
 def test_rounds_are_told_from_passes() -> None:
     assert observed([1, 2, 3, 4, 5, 6], [[2, 9], [4, 5, 6]], 3) == Counts([1, 2, 3, 4, 5, 6], 2, 5, [2, 1, 1])
+    assert observed([1, 2, 3, 4, 5, 6], [[2, 9], [4, 5, 6]], 3).rounds == [1, 3]
     assert observed([1, 2, 3], [[], [3, 4]], 2) == Counts([1, 2, 3], 1, 2, [1, 0])
     with pytest.raises(RuntimeError, match="1 rounds make 3 tokens, not the 6"):
         observed([1, 2, 3, 4, 5, 6], [[2, 9]], 3)
@@ -129,11 +130,16 @@ def test_what_an_engine_cannot_do_is_refused(task: Task) -> None:
 
 
 def test_vllms_settings(task: Task) -> None:
-    folder = str(task.folder)
-    greedy = {"method": "draft_model", "model": folder, "num_speculative_tokens": SIZE}
+    greedy = {"method": "draft_model", "model": "drafter", "num_speculative_tokens": SIZE}
     assert speculative_config(task) == greedy
     assert speculative_config(replace(task, temperature=1.0)) == greedy | {"draft_sample_method": "probabilistic"}
     assert speculative_config(look_up(task))["method"] == "ngram"
+    for name, method in engines.METHODS.items():
+        asked = speculative_config(replace(task, format=name, folder=Path("/runs/eagle-1/EAGLE3/dflash/dspark")))
+        assert asked["method"] == method
+        assert not any(word in str(asked["model"]).lower() for word in ("eagle-", "eagle3", "dflash", "dspark"))
+    own = speculative_config(replace(task, format="native", temperature=1.0))
+    assert own["model"] == "models.vllm_proposer.TextProposer" and "draft_sample_method" not in own
     assert point_masses(replace(task, format="vllm_medusa"), "vllm")
     assert not point_masses(task, "vllm") and not point_masses(replace(task, format="vllm_medusa"), "reference")
 
@@ -141,8 +147,8 @@ def test_vllms_settings(task: Task) -> None:
 MADE = {
     "versions": {"vllm": "0"},
     "answers": [
-        {"token_ids": [1, 2], "histogram": [3, 2, 0, 1], "drafted": 17},
-        {"token_ids": [4], "histogram": [0, 0, 0, 0], "drafted": 0},
+        {"token_ids": [1, 2], "histogram": [3, 2, 0, 1], "drafted": 17, "accepted_by_round": [0, 1, 3, 0, 1, 0]},
+        {"token_ids": [4], "histogram": [0, 0, 0, 0], "drafted": 0, "accepted_by_round": []},
     ],
     "counters": {"drafts": 6, "drafted": 17, "accepted": 5},
 }
@@ -151,6 +157,7 @@ MADE = {
 def test_vllms_counts() -> None:
     assert counts_of(MADE, 3) == [Counts([1, 2], 6, 17, [3, 1, 1]), Counts([4], 0, 0, [0, 0, 0])]
     assert counts_of(MADE, 3)[0].histogram == [3, 2, 0, 1]
+    assert counts_of(MADE, 3)[0].rounds == [0, 1, 3, 0, 1, 0]
     with pytest.raises(RuntimeError, match="by answer"):
         counts_of(MADE | {"counters": {"drafts": 6, "drafted": 17, "accepted": 4}}, 3)
 
@@ -170,6 +177,7 @@ def test_what_is_handed_to_vllm(task: Task, tmp_path: Path, monkeypatch: pytest.
 assert "eval" not in sys.modules and not any(p.endswith("eval") for p in sys.path)
 made = {MADE!r}
 made["answers"] = [dict(made["answers"][0], token_ids=a["prompt"] + [a["seed"]]) for a in request["answers"]]
+assert open("drafter/config.json").read()  # vLLM is started where the link is
 made["counters"] = {{k: 4 * v for k, v in made["counters"].items()}}
 json.dump(made, open(sys.argv[2], "w"))"""
     monkeypatch.setattr(engines, "WORKER", worker(tmp_path, text))
@@ -178,6 +186,8 @@ json.dump(made, open(sys.argv[2], "w"))"""
     assert made.rule is VLLM and made.versions == {"vllm": "0"}
     assert [c.token_ids for c in made.counts] == [[*c, s] for c, s in zip(task.contexts, asked.seeds, strict=True)]
     request: dict[str, Any] = json.loads((tmp_path / "hf_causal_lm-0.request.json").read_text())
+    assert request["speculative_config"]["model"] == "drafter" and request["packages"] is None
+    assert (tmp_path / "drafter").resolve() == task.folder
     assert request["max_model_len"] == 11 + LENGTH + 2 * (SIZE + 1) and request["stop_token_ids"] == [2, 5]
     assert request["sampling_fix"] is True and request["batch_size"] == 2
     model = Path(request["model"])
