@@ -90,9 +90,9 @@ def _by_rounds(compared: Compared) -> tuple[int | None, float] | None:
 
 def _shared(ours: Counts, theirs: Counts) -> list[tuple[int, int]]:
     """Accepted tokens of both in each round that begins at the same token of one answer; none if rounds are missing."""
-    starts = []
+    starts: list[dict[int, int]] = []
     for side in (ours, theirs):
-        begin, found = 1, {}
+        begin, found = 1, dict[int, int]()
         for accepted in side.rounds:
             found[begin] = accepted
             begin += accepted + 1

@@ -198,7 +198,7 @@ def observed(answer: list[int], drafts: list[list[int]], positions: int) -> Coun
 
     Raises RuntimeError where the rounds do not make the answer: what was taken for a round is none.
     """
-    given, by_position, rounds = 1, [0] * positions, []
+    given, by_position, rounds = 1, [0] * positions, list[int]()
     for draft in drafts:
         following = answer[given:]
         accepted = next(

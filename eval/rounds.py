@@ -162,7 +162,7 @@ def ended(token_ids: list[int], max_new_tokens: int, stop: frozenset[int]) -> li
 def count(found: Trace, rule: Rule, *, max_new_tokens: int, positions: int, stop: frozenset[int]) -> Counts:
     """What an engine with that rule counts of a trace, whose answer ends at a stop token or `max_new_tokens`."""
     answer = ended(found.token_ids, max_new_tokens, stop)
-    given, drafts, drafted, by_position, rounds = 1, 0, 0, [0] * positions, []
+    given, drafts, drafted, by_position, rounds = 1, 0, 0, [0] * positions, list[int]()
     for done in found.rounds:
         left = len(answer) - given
         if left <= 0:

@@ -55,8 +55,8 @@ def write(
 ) -> None:
     """Write `drafter` to `folder` in format `name`, with a card that holds the figures `measured`.
 
-    It is said, there and in print, where engines propose tokens that the drafter itself never does. Raises UserError for
-    a format that does not fit the drafter, or has nothing to stitch.
+    It is said, there and in print, where engines propose tokens that the drafter itself never does. Raises UserError
+    for a format that does not fit the drafter, or has nothing to stitch.
     """
     from models.checkpoint import format_of, is_inside_target, is_widened
     from train.model_card import engine_card

@@ -24,7 +24,7 @@ from tests.helpers.formats import EAGLE, EAGLE3, MEDUSA, edited, edited_config
 
 VOCAB_SIZE = 12
 SOME = torch.tensor([0, 1, 3, 4, 6, 7, 9, 11])
-TEXTS = ['{"a:', "a,a:[", '}}"', ": {]", ",,a", '"}{}', "[] a", "a"]
+TEXTS = ['{"a:', "a,a:[", ": {]", '"}{}', "[] a"]
 LAYER = "layer, norm, RoPE, mask, captured layers or vocabulary map"
 FED_BACK = "what is fed back from token to token"
 
@@ -121,7 +121,7 @@ def written(bench: Bench, folder: Path, name: str, drafter: str, kept: Tensor | 
 def asked(bench: Bench, export: Path, files: Path, name: str) -> dict[str, Any]:
     return options(
         export=str(export), files=str(files), format=name, engine="reference", prompts=str(bench.prompts),
-        num_prompts=len(TEXTS), max_new_tokens=40, output=str(files.parent / "out"),
+        num_prompts=len(TEXTS), max_new_tokens=32, output=str(files.parent / "out"),
     )  # fmt: skip
 
 
@@ -129,7 +129,6 @@ def asked(bench: Bench, export: Path, files: Path, name: str) -> dict[str, Any]:
 def test_the_check_finds_it_and_names_the_likely_cause(what: str, bench: Bench, tmp_path: Path) -> None:
     name, drafter, kept, config, tensors, cause = ALTERED[what]
     export, files = written(bench, tmp_path, name, drafter, kept)
-    assert run(asked(bench, export, files, name))  # as it was written
     if config is not None:
         edited_config(files, config)
     if tensors is not None:
@@ -139,6 +138,11 @@ def test_the_check_finds_it_and_names_the_likely_cause(what: str, bench: Bench, 
     (case,) = json.loads((tmp_path / "out" / "parity.json").read_text())["cases"]
     assert case["same_answers"] == len(TEXTS) and case["unequal"]
     assert cause in case["cause"]
+
+
+def test_what_was_not_altered_passes(bench: Bench, tmp_path: Path) -> None:
+    export, files = written(bench, tmp_path, "vllm_eagle3", EAGLE3, SOME)
+    assert run(asked(bench, export, files, "vllm_eagle3"))
 
 
 def test_what_a_load_sees_stops_the_check_with_its_name(bench: Bench, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_transformers(tiny: Target, tmp_path: Path) -> None:
     ids = tiny.encode(PROMPT)
     plain = tiny.model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=64)[0, len(ids) :].tolist()
     printed = said(sys.executable, snippet, tmp_path / "snippet.py")
-    assert printed.startswith(PROMPT + tiny.decode(plain[:8])) and len(printed) > len(PROMPT) + 40
+    assert printed.startswith(PROMPT + tiny.decode(plain[:4])) and len(printed) > len(PROMPT) + 40
 
 
 FORMATS = [
