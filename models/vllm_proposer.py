@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from models.checkpoint import detect
+from models.checkpoint import detect, native
 from models.errors import UserError
 from models.sampling import RequestRandom, SamplingParams
 from models.target.load import load_skeleton
@@ -40,13 +40,14 @@ class TextProposer:
         folder = (vllm_config.additional_config or {}).get(FOLDER)
         if folder is None:
             raise UserError(f'Name the export\'s folder: additional_config={{"{FOLDER}": FOLDER}}.')
-        model = vllm_config.model_config
-        self._drafter = detect(Path(folder)).load(Path(folder), load_skeleton(model.model))
-        if not isinstance(self._drafter, DraftsFromText):
+        model, layout = vllm_config.model_config, detect(Path(folder))
+        kind = native.drafter_class(layout.read(Path(folder)).model)
+        if not issubclass(kind, DraftsFromText):
             raise UserError(
-                f"{folder!r} holds a {type(self._drafter).__name__}, which reads more than text, and vLLM hands a "
-                "custom proposer token ids alone."
+                f"{folder!r} holds a {kind.__name__}, which reads more than text, and vLLM hands a custom proposer "
+                "token ids alone."
             )
+        self._drafter = layout.load(Path(folder), load_skeleton(model.model))
         self._size: int = vllm_config.speculative_config.num_speculative_tokens
         self._capacity: int = model.max_model_len
         self._random = RequestRandom([0], self._size + 1, purpose=1)

@@ -279,18 +279,9 @@ def build(model: dict[str, Any], target: Target, vocab: DraftVocab) -> Any:
     Raises UserError for anything but a class defined in `models.drafter`, and for arguments that it does not take or
     lacks.
     """
-    arguments = dict(model)
-    path = str(arguments.pop("_target_", None))
-    module, _, name = path.rpartition(".")
-    if not module.startswith(_HOME):
-        raise UserError(f"The drafter's class {path!r} is not one of {_HOME}*.")
-    try:
-        drafter_class: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"This version has no drafter {path!r}.") from error
-    if not isinstance(drafter_class, type) or drafter_class.__module__ != module:  # something that the file imports
-        raise UserError(f"{path!r} is not a drafter.")
-    parameters = _parameters(drafter_class)
+    kind: Any = drafter_class(model)
+    arguments = {name: value for name, value in model.items() if name != "_target_"}
+    path, parameters = model["_target_"], _parameters(kind)
     for argument in arguments.keys() - parameters.keys():
         near = difflib.get_close_matches(argument, parameters, n=1)
         meant = f" Did you mean {near[0]!r}?" if near else f" It takes: {', '.join(parameters) or 'none'}."
@@ -298,7 +289,22 @@ def build(model: dict[str, Any], target: Target, vocab: DraftVocab) -> Any:
     for argument, needed in parameters.items():
         if needed and argument not in arguments:
             raise UserError(f"{path} needs the argument {argument!r}.")
-    return drafter_class(target, vocab, **arguments)
+    return kind(target, vocab, **arguments)
+
+
+def drafter_class(model: dict[str, Any]) -> type:
+    """The class of the drafter that `model` describes. Raises UserError for anything but one of `models.drafter`."""
+    path = str(model.get("_target_"))
+    module, _, name = path.rpartition(".")
+    if not module.startswith(_HOME):
+        raise UserError(f"The drafter's class {path!r} is not one of {_HOME}*.")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"This version has no drafter {path!r}.") from error
+    if not isinstance(found, type) or found.__module__ != module:  # something that the file imports
+        raise UserError(f"{path!r} is not a drafter.")
+    return found
 
 
 def _parameters(drafter_class: Any) -> dict[str, bool]:

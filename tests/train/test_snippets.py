@@ -60,7 +60,8 @@ def said(python: str, snippet: str, file: Path) -> str:
 
 
 def test_transformers(tiny: Target, tmp_path: Path) -> None:
-    (snippet,) = snippets(card_of(tiny, tmp_path, "hf_causal_lm", LAYERS, {"source": "tiny"}), "transformers")
+    card = card_of(tiny, tmp_path, "hf_causal_lm", LAYERS, {"source": "tiny"})
+    (snippet,) = snippets(card, "assistant_model")
     ids = tiny.encode(PROMPT)
     plain = tiny.model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=64)[0, len(ids) :].tolist()
     printed = said(sys.executable, snippet, tmp_path / "snippet.py")
