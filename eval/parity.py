@@ -109,6 +109,8 @@ def run(options: dict[str, Any]) -> bool:
     output = Path(options["output"] or Path(wanted[0].export).parent / "parity")
     write_json(output / "config.json", options)
     bench = Bench(options, output)
+    for case in wanted:
+        bench.prepare(case)
     results = [bench.result(case) for case in wanted]
     print_parity(results)
     write_json(output / "parity.json", {"cases": results, "config": options, "provenance": provenance()})
@@ -123,21 +125,37 @@ class Bench:
         self.options, self.output = options, output
         self._opened: dict[tuple[str, str | None], Opened] = {}
         self._traces: dict[tuple[str, str | None, float, bool, bool], list[Trace]] = {}
+        self._folders: dict[Case, Path | None] = {}
+        self._keys: dict[Case, str | None] = {}
+
+    def prepare(self, case: Case) -> None:
+        """Open and write what a case needs: one that cannot be run is refused before any other is. Raises UserError."""
+        self._keys[case] = self._key(case)
+        if self._passed(case) is None:
+            self._folders[case] = self._files(case, self._open(case))
 
     def result(self, case: Case) -> dict[str, Any]:
         """What the case showed now, or before: one that passed is not run again while nothing has changed."""
         from models.files import write_json
 
-        path, key = self.output / "cases" / f"{case.name}.json", self._key(case)
-        if path.exists():
-            before: dict[str, Any] = json.loads(path.read_text())
-            if key is not None and before["key"] == key and before["passed"]:
-                print(f"{case.name}: passed before")
-                return before
+        before = self._passed(case)
+        if before is not None:
+            print(f"{case.name}: passed before")
+            return before
         print(f"{case.name} ...", flush=True)
-        result = {"name": case.name, "drafter": case.drafter, **asdict(case), "key": key, **self._compare(case)}
-        write_json(path, result)
+        result = {"name": case.name, "drafter": case.drafter, **asdict(case)}
+        result |= {"key": self._keys[case], **self._compare(case)}
+        write_json(self._path(case), result)
         return result
+
+    def _path(self, case: Case) -> Path:
+        return self.output / "cases" / f"{case.name}.json"
+
+    def _passed(self, case: Case) -> dict[str, Any] | None:
+        """What the case showed when it passed, if that was with the same of everything."""
+        path, key = self._path(case), self._keys[case]
+        before: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+        return before if before is not None and key is not None and before["key"] == key and before["passed"] else None
 
     def _key(self, case: Case) -> str | None:
         """Hash of what a result depends on: options, files and the revision of this code; None where that has none."""
@@ -169,13 +187,12 @@ class Bench:
     def _compare(self, case: Case) -> dict[str, Any]:
         from eval.engines import Task, point_masses, run_reference, run_transformers, vllm_runner
 
-        opened, options, work = self._open(case), self.options, self.output / "work" / case.name
-        work.mkdir(parents=True, exist_ok=True)
+        opened, options = self._open(case), self.options
         contexts, seeds = samples(opened.contexts, 1 if case.temperature == 0 else options["samples"], options["seed"])
         task = Task(
             target=opened.target,
             drafter=self._drafter(case, opened),
-            folder=self._files(case, opened, work),
+            folder=self._folders[case],
             format=case.format,
             contexts=contexts,
             seeds=seeds,
@@ -185,7 +202,7 @@ class Bench:
             stop=opened.target.stop_token_ids,
         )
         runners = {
-            "vllm": vllm_runner(options["vllm"], work),
+            "vllm": vllm_runner(options["vllm"], self._work(case)),
             "transformers": run_transformers,
             "reference": run_reference,
         }
@@ -224,7 +241,13 @@ class Bench:
         )
         return widened(case.format, opened.drafter, opened.export.model, opened.target)
 
-    def _files(self, case: Case, opened: Opened, work: Path) -> Path | None:
+    def _work(self, case: Case) -> Path:
+        """A folder for what the case needs beside its result."""
+        folder = self.output / "work" / case.name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _files(self, case: Case, opened: Opened) -> Path | None:
         """The folder that the other engine loads: the one that is given, or the export written in the format.
 
         Raises UserError that names what is wrong with a folder that is given, as far as its files tell.
@@ -235,7 +258,7 @@ class Bench:
             return None
         if case.format == NATIVE:
             return Path(case.files or case.export)
-        module, folder = format_of(case.format), work / case.format
+        module, folder = format_of(case.format), self._work(case) / case.format
         if case.files is not None:
             module.load(Path(case.files), opened.target)
             return Path(case.files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,15 @@ def test_equal_counts_pass_and_are_kept(
     for _ in range(2):
         revision = "abc-dirty"
         assert run(asked | {"cases": both[:1]}) and "passed before" not in capsys.readouterr().out
+
+
+def test_a_case_that_cannot_be_is_refused_before_any_is_run(
+    lookup: str, draft_lm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity.Bench, "result", lambda *_: pytest.fail("one was run"))
+    both = [{"export": lookup, "engine": "reference"}, {"export": draft_lm, "format": "vllm_eagle", "engine": "vllm"}]
+    with pytest.raises(UserError, match="vllm_eagle takes EagleDrafter, not DistilledLM"):
+        run(options(cases=both, output=str(tmp_path), vllm={"python": sys.executable}))
 
 
 def test_files_of_another_drafter_fail_with_a_cause(
