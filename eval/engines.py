@@ -114,7 +114,8 @@ def run_transformers(task: Task) -> Answers:
 
     _refuse_sampling(task, "transformers")
     if task.folder is None:
-        options, rule = _options(task, "transformers_options"), LOOKUP
+        options = _options(task, "transformers_options")
+        rule = ASSISTANT if "assistant_model" in options else LOOKUP
     else:
         options, rule = {"assistant_model": _assistant(task)}, ASSISTANT
     counts = []

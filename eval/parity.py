@@ -75,6 +75,12 @@ def cases(options: dict[str, Any]) -> list[Case]:
             raise UserError(f"files={case.files} needs the format that it is in: format=NAME.")
         if not isinstance(case.temperature, int | float) or case.temperature < 0:
             raise UserError(f"temperature is {case.temperature!r}: it must be 0 or more.")
+        pairs = options["num_prompts"] * options["samples"]
+        if case.temperature > 0 and 2.0 ** (1 - pairs) >= options["significance"]:
+            raise UserError(
+                f"{pairs} answers (num_prompts · samples) are too few to tell two laws apart at significance "
+                f"{options['significance']}: take more samples."
+            )
         found.append(case)
     return found
 
@@ -345,9 +351,10 @@ def at_zero(task: Task, ours: list[Counts], theirs: list[Counts], options: dict[
 
     compared = compare(ours, theirs, gap, options["near_tie"])
     mine, others = compared.totals()
+    empty = compared.equal and not mine["accepted"]
     same = [a.token_ids == b.token_ids for a, b in zip(ours, theirs, strict=True)]
     return {
-        "passed": compared.equal,
+        "passed": compared.equal and not empty,
         "prompts": len(ours),
         "same_answers": sum(same),
         "ours": mine,
@@ -355,7 +362,7 @@ def at_zero(task: Task, ours: list[Counts], theirs: list[Counts], options: dict[
         "near_ties": [asdict(tie) for tie in compared.near_ties],
         "parted": [asdict(tie) | ({} if isfinite(tie.gap) else {"gap": None}) for tie in compared.parted],
         "unequal": compared.unequal,
-        "cause": diagnose(compared),
+        "cause": "nothing was accepted in either: that they are equal shows nothing" if empty else diagnose(compared),
         "counts": {"ours": [asdict(c) for c in ours], "theirs": [asdict(c) for c in theirs]},
     }
 

@@ -52,6 +52,9 @@ INSIDE = {"merged": ("name_or_path", "target"), "separate": ("adapter", "adapter
 _HOME = "models.drafter."  # the only place that drafters are loaded from: a file cannot name code elsewhere
 
 
+_PLACE = ("source", "name_or_path", "dtype", "attn_implementation", "revision", "adapter")
+
+
 @dataclass(frozen=True, slots=True)
 class Export:
     """What an export says of itself; see `save`. `tree` is a draft tree that suits the drafter, if one was
@@ -185,11 +188,12 @@ def read(folder: Path) -> Export:
 
 
 def export_of(config: dict[str, Any]) -> Export:
-    """What a config.json that was read says."""
+    """What a config.json that was read says. Of how to load the target it may say where that is, not what may run."""
+    load = {key: value for key, value in config["target"]["load"].items() if key in _PLACE}
     return Export(
         config["name"],
         config["drafter"],
-        config["target"],
+        {**config["target"], "load": load},
         config["decoding"]["num_speculative_tokens"],
         config["provenance"],
         config["decoding"].get("tree"),

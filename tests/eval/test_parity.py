@@ -83,6 +83,7 @@ def test_cases_are_the_one_or_those_of_the_list() -> None:
         ({"export": "a", "engine": "sglang"}, "engine is 'sglang': choose vllm, transformers, reference"),
         ({"export": "a", "files": "b"}, "files=b needs the format"),
         ({"export": "a", "temperature": -1}, "temperature is -1"),
+        ({"export": "a", "temperature": 1, "num_prompts": 5, "samples": 2}, "10 answers .* are too few"),
         ({"cases": [{"exprt": "a"}]}, "cases has .*: give mappings of export, format, files, engine, temperature"),
         ({"export": "a", "format": "vllm_eagle", "engine": "transformers"}, "does not read format=vllm_eagle"),
     ],
@@ -240,6 +241,15 @@ def test_an_engine_that_drafts_nothing_fails_at_any_temperature() -> None:
     drafting, silent = Counts([1, 2], 2, 6, [0, 0, 0]), Counts([1, 2], 0, 0, [0, 0, 0])
     judged = parity.sampled(task, [drafting] * 9, [silent] * 9, {"seed": 0, "significance": 1e-3})
     assert not judged["passed"] and judged["cause"] == "theirs drafted nothing"
+
+
+def test_equal_counts_of_drafts_that_are_never_accepted_show_nothing() -> None:
+    task: Any = None
+    for accepted in (0, 1):
+        counts = Counts([1, 2], 2, 6, [accepted, 0, 0])
+        judged = parity.at_zero(task, [counts] * 3, [counts] * 3, {"near_tie": 1e-3})
+        assert judged["passed"] is bool(accepted)
+        assert (judged["cause"] or "").startswith("" if accepted else "nothing was accepted")
 
 
 def test_samples_have_seeds_of_their_own() -> None:

@@ -130,6 +130,12 @@ def test_damaged_json_is_refused(text: str, folder: Path, target: Target) -> Non
             use(folder)
 
 
+def test_a_file_says_where_its_target_is_and_not_what_may_run(folder: Path, target: Target) -> None:
+    more = {"trust_remote_code": True, "device": "cuda", "revision": "abc"}
+    edited(folder, lambda config: config["target"]["load"].update(more))
+    assert native.read(folder).target["load"] == {"source": "tiny", "revision": "abc"}
+
+
 def test_a_draft_tree_comes_back_as_it_was_stored(folder: Path) -> None:
     stored = {"parents": [-1, 0], "ranks": [0, 0]}
     assert native.read(folder).tree is None
