@@ -75,6 +75,10 @@ def cases(options: dict[str, Any]) -> list[Case]:
             raise UserError(f"files={case.files} needs the format that it is in: format=NAME.")
         if not isinstance(case.temperature, int | float) or case.temperature < 0:
             raise UserError(f"temperature is {case.temperature!r}: it must be 0 or more.")
+        if case.temperature > 0 and case.engine != "vllm":
+            raise UserError(
+                f"engine={case.engine} is compared at temperature 0: sampled answers are compared with engine=vllm."
+            )
         pairs = options["num_prompts"] * options["samples"]
         if case.temperature > 0 and 2.0 ** (1 - pairs) >= options["significance"]:
             raise UserError(
@@ -82,6 +86,11 @@ def cases(options: dict[str, Any]) -> list[Case]:
                 f"{options['significance']}: take more samples."
             )
         found.append(case)
+    names = [case.name for case in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"Two cases are called {twice[0]}: give each an output of its own, in a command of its own.")
+    if not found:
+        raise UserError("cases is empty: there is nothing to compare.")
     return found
 
 
@@ -317,6 +326,7 @@ def open_export(folder: Path, format_name: str | None, options: dict[str, Any]) 
     from eval.prompt_sets import prompt_set
     from models.checkpoint import detect, target_options
     from models.target import load_target
+    from models.types import max_depth
 
     layout = detect(folder, format_name, "source_format")
     export = layout.read(folder)
@@ -324,6 +334,7 @@ def open_export(folder: Path, format_name: str | None, options: dict[str, Any]) 
     target = load_target(**{**load, "dtype": "float32"})
     drafter = layout.load(folder, target)
     size = options["num_speculative_tokens"] or export.num_speculative_tokens
+    size = min(size, max_depth(drafter) or size)
     room = target.max_positions - room_for(options["max_new_tokens"], size)
     prompts = prompt_set(options["prompts"], target, options["num_prompts"], options["seed"])
     contexts = [ids for ids in (context_ids(target, prompt) for prompt in prompts) if len(ids) <= room]

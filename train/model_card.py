@@ -36,7 +36,7 @@ A draft component for speculative decoding: it proposes tokens, the target check
 target alone would have said.
 
 - Target: `{export.target["name"]}` (fingerprint `{export.target["fingerprint"]}`; loading against another one refuses).
-  The target's licence governs what may be done with both together.
+  Its licence, which governs what may be done with both together: {licence(export.target["load"])}.
 {_adapted(export)}- Trained on: {_learnt_from(export.provenance["data"])}.{_tree(export)}
 {weights}- Made by: {_made_by(export.provenance)}. The whole configuration is in `config.json`.
 
@@ -60,6 +60,11 @@ drafter = native.load(Path("FOLDER"), target)
 ids = target.encode("def main(")
 print(target.decode(generate(target, [ids], DecodeSettings(), drafter).token_ids[0]))
 ```
+
+In the files of vLLM, SGLang, transformers and others, where they have a place for such a drafter, with a card that says
+how they load them:
+
+    python train/export.py export=FOLDER format=NAME output=FOLDER2
 """
 
 
@@ -79,7 +84,7 @@ def engine_card(export: Export, format_name: str, measured: str, folder: Path) -
     target, load = export.target["name"] or "the target", export.target["load"]
     deepest = export.model.get("num_heads")  # no engine drafts deeper than there are heads
     tokens = min(export.num_speculative_tokens, deepest or export.num_speculative_tokens)
-    place = load["name_or_path"] if "adapted" in export.target else _PLACES.get(load.get("source"), target)
+    place = load.get("name_or_path") or _PLACES.get(load.get("source"), target)
     for part, value in zip(snippets.PARTS, (place, folder, tokens, tokens + 1), strict=True):
         use = use.replace(part, str(value))
     known = export.provenance or {}

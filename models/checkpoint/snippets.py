@@ -6,6 +6,7 @@ from __future__ import annotations
 _GUESSES = """, which takes another method than the one named here where the folder's path has "eagle-", "eagle3",
 "dflash" or "dspark" in it: keep such words out of it"""
 _PATHS = {"medusa": _GUESSES, "draft_model": _GUESSES}
+_UNRUN = "written from its code; this project's tests do not run it"
 PARTS = ("TARGET", "FOLDER", "TOKENS", "ROWS")
 
 
@@ -26,7 +27,7 @@ if __name__ == "__main__":  # vLLM starts further processes, which import this
 
 def sglang(algorithm: str) -> str:
     """For SGLang's server."""
-    return f"""SGLang:
+    return f"""SGLang ({_UNRUN}):
 
     python -m sglang.launch_server --model-path TARGET --speculative-algorithm {algorithm} \\
         --speculative-draft-model-path FOLDER --speculative-num-steps TOKENS --speculative-eagle-topk 1 \\
@@ -36,7 +37,7 @@ def sglang(algorithm: str) -> str:
 
 def safeailab(more: str) -> str:
     """For SafeAILab's code, which unpickles its weights."""
-    return f"""SafeAILab's code reads a pickled file, which you make of this one:
+    return f"""SafeAILab's code reads a pickled file, which you make of this one ({_UNRUN}):
 
 ```python
 import torch
@@ -82,7 +83,7 @@ print(tokenizer.decode(target.generate(**inputs, assistant_model=drafter, do_sam
 ```
 """
 
-FASTERDECODING = """FasterDecoding's code reads a pickled file, which you make of this one:
+FASTERDECODING = f"""FasterDecoding's code reads a pickled file, which you make of this one ({_UNRUN}):
 
 ```python
 import torch
