@@ -1,0 +1,164 @@
+"""The results of several folders, each with a name of its own, and the numbers of a result as text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.predictions import measured_cost
+from eval.run_folder import Found, Run
+from eval.theory import Measured, RoundCost, predict, survival
+
+_TIMES = ("plain_s", "plain_prefill_s", "plain_tokens", "speculative_s", "speculative_prefill_s", "speculative_tokens",
+          "draft_s", "verify_s", "rounds", "emitted")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A result, and what it is called here: `drafter` is one name for all results of one export."""
+
+    drafter: str
+    colour: int
+    run: Run
+    export: Path
+    numbers: dict[str, Any]
+
+    @property
+    def temperature(self) -> float:
+        return float(self.numbers["temperature"])
+
+    @property
+    def draft(self) -> str:
+        """What is drafted, such as "chain of 4"."""
+        count = self.numbers["num_speculative_tokens"]
+        if self.numbers.get("tree") is not None:
+            return f"tree of {self.numbers.get('num_nodes', '?')}"
+        policy = (self.numbers.get("draft_length") or {}) if isinstance(self.numbers.get("draft_length"), dict) else {}
+        return f"chain of {count}" if policy.get("policy", "fixed") == "fixed" else f"≤{count}, {policy['policy']}"
+
+    @property
+    def label(self) -> str:
+        """The drafter, and the draft where it is another than usual."""
+        return f"{self.drafter}, {self.draft}"
+
+
+def shown_results(found: Found) -> list[Shown]:
+    """Every result with its name: the drafter's, with the run's where two exports have drafters of one name."""
+    pairs = [(run, export, r) for run in found.runs for r, export in zip(run.results, run.exports, strict=True)]
+    exports: dict[str, set[Path]] = {}
+    for _, export, result in pairs:
+        exports.setdefault(result["drafter"], set()).add(export.resolve())
+    names = [
+        result["drafter"] if len(exports[result["drafter"]]) == 1 else f"{result['drafter']} ({run.name})"
+        for run, _, result in pairs
+    ]
+    colours = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    return [Shown(n, colours[n], run, export, r) for n, (run, export, r) in zip(names, pairs, strict=True)]
+
+
+def temperatures(shown: Sequence[Shown]) -> list[float]:
+    """Those that were measured, ascending."""
+    return sorted({s.temperature for s in shown})
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """With so many digits; a dash for what was not counted."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def interval(numbers: dict[str, Any], key: str) -> tuple[float, float] | None:
+    """The 95% interval of a number; None where none was told."""
+    ends = numbers.get(f"{key}_interval")
+    return None if ends is None or None in ends else (float(ends[0]), float(ends[1]))
+
+
+def with_interval(numbers: dict[str, Any], key: str) -> str:
+    """A number and its interval, as "2.71 [2.50, 2.90]"."""
+    ends = interval(numbers, key)
+    return number(numbers.get(key)) + (f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else "")
+
+
+def totals(numbers: dict[str, Any]) -> dict[str, float] | None:
+    """The counters that tell time, each summed over prompts; None where one is lacking or nothing was timed."""
+    counts = numbers.get("counts") or {}
+    if not all(counts.get(name) for name in _TIMES):
+        return None
+    found = {name: float(sum(counts[name])) for name in _TIMES}
+    return found if found["plain_tokens"] and found["speculative_tokens"] and found["speculative_s"] else None
+
+
+def categories(numbers: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """τ and α in each category, as told, or by the counts of a result that does not tell them."""
+    if numbers.get("by_category"):
+        told: dict[str, dict[str, Any]] = numbers["by_category"]
+        return told
+    counts = numbers.get("counts") or {}
+    if not all(counts.get(name) for name in ("category", "emitted", "rounds", "accepted", "tested")):
+        return {}
+    found = {}
+    for name in sorted(set(counts["category"])):
+        chosen = [i for i, category in enumerate(counts["category"]) if category == name]
+        emitted, rounds = (sum(counts[key][i] for i in chosen) for key in ("emitted", "rounds"))
+        accepted, tested = (sum(sum(counts[key][i]) for i in chosen) for key in ("accepted", "tested"))
+        found[name] = {
+            "prompts": len(chosen),
+            "block_efficiency": emitted / rounds if rounds else None,
+            "acceptance_rate": accepted / tested if tested else None,
+        }
+    return found
+
+
+def rates_of(numbers: dict[str, Any]) -> list[float]:
+    """Conditional acceptance by position; 0 where nothing was tested, as theory takes it."""
+    told = numbers.get("conditional_acceptance") or []
+    return list(Measured(tuple(math.nan if rate is None else float(rate) for rate in told)).rates(len(told)))
+
+
+def reach_of(numbers: dict[str, Any]) -> list[float]:
+    """The share of rounds whose draft has a token at each position; 1 where the result does not tell."""
+    counts = numbers.get("counts") or {}
+    length = len(numbers.get("conditional_acceptance") or [])
+    if not counts.get("drafts") or not counts.get("rounds") or not sum(counts["rounds"]):
+        return [1.0] * length
+    return [min(sum(column) / sum(counts["rounds"]), 1.0) for column in zip(*counts["drafts"], strict=True)]
+
+
+def predicted_efficiency(numbers: dict[str, Any], length: int) -> float:
+    """τ of chains of `length` tokens: 1 + Σ_i reach_i·s_i. See eval/theory.py."""
+    return 1 + sum(r * s for r, s in zip(reach_of(numbers)[:length], survival(rates_of(numbers)[:length]), strict=True))
+
+
+def cost_of_round(numbers: dict[str, Any]) -> RoundCost | None:
+    """What a round costs; None for trees, and where nothing was drafted, timed or counted."""
+    if totals(numbers) is None or not numbers["counts"].get("drafted") or "num_nodes" not in numbers:
+        return None
+    return measured_cost(numbers)
+
+
+def predicted_speedup(numbers: dict[str, Any], length: int) -> float | None:
+    """The speed-up while decoding that chains of `length` tokens promise; None where nothing tells their cost."""
+    cost = cost_of_round(numbers)
+    if cost is None:
+        return None
+    reach = reach_of(numbers)[:length]
+    promised = predict(
+        rates_of(numbers)[:length],
+        draft_s_per_token=cost.draft,
+        verify_s_per_round=cost.verify(length),
+        plain_s_per_token=1.0,
+        other_s_per_round=cost.other,
+        reach=reach,
+    )
+    return promised if math.isfinite(promised) else None
+
+
+def decoding_speedup(numbers: dict[str, Any]) -> float | None:
+    """The measured speed-up without the prompts' own passes; None where the counts do not tell."""
+    counts = totals(numbers)
+    plain = 0.0 if counts is None else counts["plain_tokens"] - len(numbers["counts"]["plain_s"])
+    if counts is None or plain <= 0 or not counts["emitted"]:
+        return None
+    spent = counts["speculative_s"] - counts["speculative_prefill_s"]
+    return (counts["plain_s"] - counts["plain_prefill_s"]) / plain / (spent / counts["emitted"])

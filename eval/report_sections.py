@@ -1,0 +1,200 @@
+"""The sections of a report about runs: overview, comparison, training, text, provenance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from eval.charts import Bar, Series, interval_chart, line_chart, thinned
+from eval.page import charts, folded, said, source, table
+from eval.report_results import Shown, interval, number, temperatures, with_interval
+from eval.run_folder import Found, unlike
+from eval.sample import Sample, coloured
+
+_FIRST = ("val/block_efficiency", "val/acceptance_rate", "train/loss")  # the curves that are not folded
+
+
+def overview(shown: Sequence[Shown], found: Found) -> str:
+    """A row of every result: acceptance, τ, speed-up, and what was checked."""
+    parts = [said(note, "lacking") for note in found.notes]
+    waiting = [run.name for run in found.runs if not run.results]
+    if waiting:
+        parts.append(said(f"Not measured yet (no acceptance.json): {', '.join(waiting)}.", "lacking"))
+    rows = []
+    for s in shown:
+        n = s.numbers
+        rows.append(
+            [
+                s.drafter if n.get("lossless", True) else f"{s.drafter} (lossy)",
+                f"{s.temperature:g}",
+                s.draft,
+                with_interval(n, "block_efficiency"),
+                with_interval(n, "speedup"),
+                number(n.get("predicted_speedup")),
+                with_interval(n, "acceptance_rate"),
+                number(n.get("expected_acceptance_rate"), 3),
+                number(n.get("draft_utilization"), 3),
+                _identical(n),
+                str(n.get("prompts", "–")),
+                f"{n['tokens']:,}" if "tokens" in n else "–",
+            ]
+        )
+    columns = ("drafter", "T", "draft", "τ [95%]", "speed-up [95%]", "predicted", "α [95%]", "α expected", "utilization",
+               "same as plain", "prompts", "tokens")  # fmt: skip
+    parts.append(table("Acceptance in the engine", columns, rows, text=[2]))
+    if rows:
+        parts.append(folded("What the columns mean", _glossary()))
+    if any(not s.numbers.get("lossless", True) for s in shown):
+        parts.append(said("lossy: typical acceptance gives tokens that do not have the target's own law."))
+    for s in shown:
+        if (s.numbers.get("ceiling") or 1) < 1:
+            share, at = s.numbers["ceiling"], f"at T = {s.temperature:g}"
+            parts.append(said(f"{s.drafter}: its draft vocabulary holds {share:.1%} of the target's mass {at}."))
+    adapted = [told for run in found.runs for told in run.adapted]
+    if adapted:
+        from eval.adapted import report
+
+        parts += [said(f"{told.get('drafter', '')}: {report({'adapted': told})}") for told in adapted]
+    return "".join(parts)
+
+
+def comparison(shown: Sequence[Shown], found: Found) -> str:
+    """Several drafters or runs side by side; nothing where there is one."""
+    drafters = list(dict.fromkeys(s.drafter for s in shown))
+    if len({s.label for s in shown}) < 2 and len(found.runs) < 2:
+        return ""
+    drawn = []
+    for key, what, level in (("block_efficiency", "τ, tokens per target pass", None), ("speedup", "speed-up", 1.0)):
+        for temperature in temperatures(shown):
+            bars = [
+                Bar(s.label, [s.numbers[key]], interval(s.numbers, key), s.colour)
+                for s in shown
+                if s.temperature == temperature and s.numbers.get(key) is not None
+            ]
+            bars.sort(key=lambda b: -b.parts[0])
+            drawn.append(interval_chart(f"{what} at T = {temperature:g}", bars, x=what, reference=level))
+    parts = [charts(*drawn)]
+    if found.compared and all(c["results"] for c in found.compared):
+        from eval.comparison import Compared, notes, readiness_rows, table_rows
+
+        compared = [Compared(c["name"], c["results"], c["about"]) for c in found.compared]
+        for title, rows in (
+            ("Drafters under one budget (train/compare.py)", table_rows(compared)),
+            ("Readiness, at temperature 1 on the target's own answers", readiness_rows(compared)),
+        ):
+            columns = list(dict.fromkeys(column for row in rows for column in row))
+            parts.append(table(title, columns, [[row.get(c, "–") for c in columns] for row in rows]))
+        parts += [said(note) for note in notes(compared)]
+    elif len(drafters) > 1:
+        parts.append(said("No compare.json is among these folders: sizes and readiness are not told.", "lacking"))
+    differing = unlike(found.runs)
+    if 0 < len(differing) <= 30:
+        columns = ["setting", *(run.name for run in found.runs)]
+        rows_of = [[name, *values] for name, values in differing]
+        parts.append(folded("Settings in which the runs differ", table("Settings that differ", columns, rows_of)))
+    elif differing:
+        parts.append(said(f"The runs differ in {len(differing)} settings: see their configurations below.", "soft"))
+    return "".join(parts)
+
+
+def training_curves(found: Found) -> str:
+    """Metrics over steps: the runs in one picture each, and the rest of the metrics folded away."""
+    trained = [run for run in found.runs if run.metrics]
+    parts = []
+    if lacking := [run.name for run in found.runs if not run.metrics]:
+        why = "no metrics/…/metrics.csv: not trained by steps, or by another logger"
+        parts.append(said(f"No curves of {', '.join(lacking)} ({why}).", "lacking"))
+    rows = [
+        [run.name, *(_count(run.training.get(k)) for k in ("steps", "seconds", "tokens", "tokens_per_s")),
+         number((run.training.get("peak_memory_bytes") or 0) / 1e6, 0)]
+        for run in found.runs if run.training
+    ]  # fmt: skip
+    parts.append(table("Training", ("run", "steps", "seconds", "tokens", "tokens/s", "peak MB"), rows))
+    drawn = []
+    for name in _FIRST:
+        series = [Series(run.name, thinned(run.metrics.get(name, [])), i, marks=name.startswith("val/"))
+                  for i, run in enumerate(trained)]  # fmt: skip
+        drawn.append(line_chart(name, series, x="step", y=name.partition("/")[2], from_zero=name != "train/loss"))
+    parts.append(charts(*drawn))
+    for run in trained:
+        groups: dict[str, list[str]] = {}
+        for name in run.metrics:
+            base, _, last = name.rpartition("_")
+            groups.setdefault(base if last.isdigit() and base in run.metrics else name, []).append(name)
+        figures = [
+            line_chart(
+                base,
+                [Series(name, thinned(run.metrics[name]), i, marks=False) for i, name in enumerate(names)],
+                x="step",
+                y=base.rpartition("/")[2],
+                from_zero="lr" not in base,
+            )
+            for base, names in groups.items()
+            if base not in _FIRST or len(names) > 1
+        ]
+        parts.append(folded(f"All metrics of {run.name} ({len(run.metrics)})", charts(*figures)))
+    return "".join(parts)
+
+
+def text_samples(samples: Sequence[Sample], lacking: Sequence[str], asked: bool) -> str:
+    """What each export wrote, its accepted tokens marked."""
+    if not asked:
+        return said("Left out: sample=true lets the exports answer a prompt in the engine.", "lacking")
+    parts = [said(line, "lacking") for line in lacking]
+    if samples:
+        how = (
+            "Marked: tokens that the drafter proposed and the target accepted, in two colours by turns of rounds. "
+            "Unmarked behind the prompt: the target's own tokens."
+        )
+        parts.append(said(how, "soft"))
+    for sample in samples:
+        drafted = sum(piece.drafted for piece in sample.pieces)
+        count = f"{drafted} of {len(sample.pieces)} tokens proposed by {sample.proposer}"
+        parts.append(f"<h3>{said(sample.proposer)[3:-4]}</h3>{coloured(sample)}{said(f'{count} · {sample.summary}')}")
+    return "".join(parts)
+
+
+def provenance(found: Found) -> str:
+    """How to make the same again: commands, versions, machine, data, and the whole configuration."""
+    parts = []
+    origins = [("this comparison", found.provenance, None, None)] if found.provenance else []
+    for name, told, data, config in [*origins, *((r.name, r.provenance, r.data, r.config) for r in found.runs)]:
+        rows = [[key, value if isinstance(value, str) else json.dumps(value)] for key, value in (told or {}).items()
+                if not isinstance(value, dict)]  # fmt: skip
+        rows += [[f"version of {key}", str(value)] for key, value in ((told or {}).get("versions") or {}).items()]
+        rows += [[f"data: {key}", str(value)] for key, value in (data or {}).items() if not isinstance(value, dict)]
+        inside = table(f"Provenance of {name}", ("", "value"), rows, text=[1])
+        if told is None:
+            inside = said(f"{name} does not tell its provenance (neither acceptance.json nor an export).", "lacking")
+        whole = {"config": config, "data": data}
+        written = source(json.dumps(whole, indent=1, ensure_ascii=False)) if config or data else ""
+        parts.append(f"{inside}{folded(f'Configuration of {name}', written)}")
+    return "".join(parts)
+
+
+def _identical(numbers: dict[str, Any]) -> str:
+    """On how many prompts the greedy answer was that of plain decoding."""
+    if "identical_to_plain" not in numbers:
+        return "–"
+    return f"{numbers['identical_to_plain']} of {numbers.get('prompts', '?')}"
+
+
+def _count(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}"
+
+
+def _glossary() -> str:
+    """The terms of the overview, each in a sentence."""
+    terms = {
+        "T": "temperature; 0 is greedy.",
+        "draft": "what is proposed in a round: a chain of so many tokens, or a tree of so many nodes.",
+        "τ": "block efficiency: tokens per target pass, the extra token included; 1 is plain decoding.",
+        "speed-up": "seconds per token, plain over speculative, run in turns on the same prompts.",
+        "predicted": "the speed-up by theory, from acceptance by position and what each part of a round took.",
+        "α": "acceptance rate: accepted over tested tokens. Expected: the mean of Σ min(p, q) there.",
+        "utilization": "accepted over drafted tokens, those that were never tested counted too.",
+        "same as plain": "prompts whose greedy answer is plain decoding's, token for token.",
+        "[95%]": "bootstrap interval over prompts.",
+    }
+    return table("Terms", ("", "meaning"), [[term, meaning] for term, meaning in terms.items()], text=[1])
