@@ -27,6 +27,7 @@ class Series:
     intervals: Sequence[tuple[float, float] | None] = field(default_factory=list)
     line: bool = True
     marks: bool = True
+    listed: bool = True  # in the legend
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,10 @@ def line_chart(
     parts = [_axes(ticks(left, right, 6, whole_x), ticks(low, high), across, up, x, y)]
     if reference is not None:
         parts.append(_path([(_LEFT, up(reference)), (_WIDTH - _RIGHT, up(reference))], "reference"))
-    for index, s in enumerate(shown):
-        parts.append(_drawn(s, index, across, up, x))
+    for s in shown:
+        parts.append(_drawn(s, across, up, x))
     names = "; ".join(f"{s.name}: {_told(s)}" for s in shown)
-    legend = "".join(f"<li>{_swatch(s, i)}{escape(s.name)}</li>" for i, s in enumerate(shown))
+    legend = "".join(f"<li>{_swatch(s)}{escape(s.name)}</li>" for s in shown if s.listed)
     return _figure(title, "".join(parts), f"{title}. {y} over {x}. {names}", legend, _HEIGHT)
 
 
@@ -121,13 +122,13 @@ def interval_chart(title: str, bars: Sequence[Bar], *, x: str, reference: float 
     return _figure(title, "".join(parts), f"{title}, {x}. {told}", "", height)
 
 
-def stacked_chart(title: str, names: Sequence[str], bars: Sequence[Bar], *, x: str) -> str:
-    """Parts that add up, one bar under each label; parts of the same name have the same colour."""
+def stacked_chart(title: str, names: Sequence[str], bars: Sequence[Bar], *, x: str, top: float) -> str:
+    """Parts that add up, one bar under each label, in a colour for each name. The axis ends at `top`."""
     if not bars:
         return ""
-    across = _scale(0, max(sum(b.parts) for b in bars) or 1.0, 10, _WIDTH - 14)
+    across = _scale(0, top, 10, _WIDTH - 14)
     height, pieces = 36 * len(bars) + 40, []
-    for tick in ticks(0, max(sum(b.parts) for b in bars)):
+    for tick in ticks(0, top):
         pieces.append(_path([(across(tick), 4), (across(tick), height - 34)], "grid"))
         pieces.append(_text(across(tick), height - 22, number(tick), "middle"))
     for row, b in enumerate(bars):
@@ -136,9 +137,10 @@ def stacked_chart(title: str, names: Sequence[str], bars: Sequence[Bar], *, x: s
         start = 0.0
         for index, (name, part) in enumerate(zip(names, b.parts, strict=True)):
             if part > 0:
+                width = across(start + part) - across(start)
                 pieces.append(
-                    f'<rect class="fill p{index}" x="{across(start):.1f}" y="{36 * row + 19}" height="13" '
-                    f'width="{across(start + part) - across(start):.1f}"><title>{escape(name)}: {part:.3f}</title></rect>'
+                    f'<rect class="fill p{index}" x="{across(start):.1f}" y="{36 * row + 19}" width="{width:.1f}" '
+                    f'height="13"><title>{escape(name)}: {part:.3f}</title></rect>'
                 )
             start += part
     pieces.append(_text(_WIDTH / 2, height - 6, x, "middle"))
@@ -216,7 +218,7 @@ def _axes(
     return "".join(parts)
 
 
-def _drawn(s: Series, index: int, across: Callable[[float], float], up: Callable[[float], float], x: str) -> str:
+def _drawn(s: Series, across: Callable[[float], float], up: Callable[[float], float], x: str) -> str:
     parts = []
     colour = f"k{s.colour % COLOURS}"
     if s.line and len(s.points) > 1:
@@ -245,7 +247,7 @@ def _mark(colour: int, x: float, y: float, said: str) -> str:
     return f'<path class="mark k{colour % COLOURS}" transform="translate({x:.1f} {y:.1f})" d="{shape}">{title}</path>'
 
 
-def _swatch(s: Series, index: int) -> str:
+def _swatch(s: Series) -> str:
     dash = _DASHES[s.colour // COLOURS % len(_DASHES)]
     line = _path([(0, 5), (22, 5)], f"line k{s.colour % COLOURS}", dash) if s.line else ""
     mark = _mark(s.colour, 11, 5, "") if s.marks else ""

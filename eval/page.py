@@ -28,7 +28,8 @@ figure{margin:0;background:var(--card);border-radius:8px;padding:10px;min-width:
 figure.tree{max-width:none;margin:12px 0}
 figcaption{font-weight:600;font-size:.9rem;overflow-wrap:anywhere}
 figure>svg{display:block;width:100%;height:auto}
-svg text{font:11px system-ui,"DejaVu Sans",sans-serif;fill:var(--soft)}svg text.label{fill:var(--ink);font-size:12px}
+svg text{font:11px system-ui,"DejaVu Sans",sans-serif;fill:var(--soft)}svg text.label{fill:var(--ink);font-size:12px;
+paint-order:stroke;stroke:var(--card);stroke-width:4px;stroke-linejoin:round}
 .grid{fill:none;stroke:var(--grid)}.reference{fill:none;stroke:var(--soft);stroke-dasharray:4 4}
 .line{fill:none;stroke-width:2;stroke-linejoin:round}.thin{stroke-width:1.2}
 .edge{fill:none;stroke:var(--soft);stroke-width:1.2}
@@ -45,6 +46,8 @@ caption{text-align:left;font-weight:600;padding:4px 0}
 th,td{padding:4px 10px;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap}
 th:first-child,td:first-child{text-align:left}thead th{color:var(--soft);font-weight:600}
 td.text,th.text{text-align:left}tbody th{font-weight:600}
+th:first-child{position:sticky;left:0;background:var(--page);white-space:normal;overflow-wrap:anywhere;min-width:6rem;
+max-width:11rem}
 details{margin:8px 0}summary{cursor:pointer;padding:4px 0}
 pre{background:var(--card);border-radius:8px;padding:10px;overflow-x:auto;font-size:.82rem;max-height:30rem}
 code,.sample{font-family:ui-monospace,"DejaVu Sans Mono",monospace;font-size:.86rem}
@@ -90,8 +93,13 @@ def page(title: str, lead: str, sections: Sequence[Section]) -> str:
     )
 
 
-def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], text: Sequence[int] = ()) -> str:
-    """A table in a box of its own that scrolls; all cells are text. Columns in `text` and the first stand left."""
+def table(
+    caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], text: Sequence[int] = (), most: int = 10
+) -> str:
+    """A table in a box of its own that scrolls; all cells are text. Columns in `text` and the first stand left.
+
+    One of more than `most` rows is folded away.
+    """
     if not rows:
         return ""
     kinds = [' class="text"' if i in text else "" for i in range(len(columns))]
@@ -102,10 +110,11 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], t
         + "</tr>"
         for row in rows
     )
-    return (
+    drawn = (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table><caption>'
         f"{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
+    return folded(f"{caption}: a table of {len(rows)} rows", drawn) if len(rows) > most else drawn
 
 
 def charts(*drawn: str) -> str:

@@ -12,13 +12,18 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from conf.compose import main, plain
 from models.errors import UserError
+
+if TYPE_CHECKING:
+    from eval.run_folder import Found
+    from eval.sample import Sample
 
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
                "--experimental-rerun")  # fmt: skip
@@ -33,7 +38,6 @@ def job(config: DictConfig) -> None:
     from eval.run_folder import read_folders
 
     found = read_folders([Path(str(folder)) for folder in folders])
-    from eval.report_results import shown_results
     from eval.sample import samples
     from models.files import write_text
 
@@ -42,18 +46,20 @@ def job(config: DictConfig) -> None:
     exports = [export for run in found.runs for export in run.exports or [run.folder / "export"]]
     written = samples(exports, options) if options["sample"] else ([], [])
     names = ", ".join(Path(str(folder)).resolve().name for folder in folders)
-    write_text(output, html(names, found, shown_results(found), *written, asked=options["sample"]))
+    write_text(output, html(names, found, *written, asked=options["sample"]))
     print(f"wrote {output}")
 
 
 def html(
-    names: str, found: Any, shown: list[Any], samples: list[Any] = [], lacking: list[str] = [], asked: bool = False
+    names: str, found: Found, samples: Sequence[Sample] = (), lacking: Sequence[str] = (), asked: bool = False
 ) -> str:
     """The page about what was `found`."""
     from eval.page import Section, page, said
     from eval.report_measured import by_category, by_position, draft_lengths, time_breakdown, tree_shapes
+    from eval.report_results import shown_results
     from eval.report_sections import comparison, overview, provenance, text_samples, training_curves
 
+    shown = shown_results(found)
     sections = [
         Section("Overview", "overview", overview(shown, found)),
         Section("Comparison", "comparison", comparison(shown, found)),
@@ -61,7 +67,7 @@ def html(
         Section("Acceptance by category", "categories", by_category(shown)),
         Section("Draft length: prediction and measurement", "lengths", draft_lengths(shown)),
         Section("Where the time goes", "time", time_breakdown(shown)),
-        Section("Training", "training", training_curves(found)),
+        Section("Training", "training", training_curves(found, shown)),
         Section("Draft trees", "trees", tree_shapes(found, shown)),
         Section("Text sample", "sample", text_samples(samples, lacking, asked)),
         Section("Provenance", "provenance", provenance(found)),
@@ -73,7 +79,7 @@ def html(
         gain = "" if speed is None else f" and {speed:.2f} times plain decoding's speed"
         lead = said(
             f"Best: {best.label} at T = {best.temperature:g}, with {best.numbers['block_efficiency']:.2f} tokens per "
-            f"target pass{gain}.",
+            f"target pass{gain}."
         )
     return page(f"Drafters: {names}", lead, [section for section in sections if section.body])
 

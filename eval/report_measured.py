@@ -62,19 +62,21 @@ def by_category(shown: Sequence[Shown]) -> str:
     for temperature in temperatures(shown) if len(names) > 1 else []:
         at = [(s, c) for s, c in told if s.temperature == temperature]
         for name in names:
+            count = max((c[name].get("prompts", 0) for _, c in at if name in c), default=0)
             bars = [
                 Bar(s.label, [c[name]["block_efficiency"]], interval(c[name], "block_efficiency"), s.colour)
                 for s, c in at
                 if name in c and c[name].get("block_efficiency") is not None
             ]
-            drawn.append(interval_chart(f"{name}, T = {temperature:g}", bars, x="τ, tokens per target pass"))
+            title = f"{name} ({count} prompt{'s' if count != 1 else ''}), T = {temperature:g}"
+            drawn.append(interval_chart(title, bars, x="τ, tokens per target pass"))
     for name in names:
         for s, by_name in told:
             if name in by_name:
                 c = by_name[name]
                 cells = (with_interval(c, "block_efficiency"), with_interval(c, "speedup"))
-                rows.append([name, s.drafter, f"{s.temperature:g}", s.draft, *cells, number(c.get("acceptance_rate"), 3),
-                             str(c.get("prompts", "–"))])  # fmt: skip
+                rate, count = number(c.get("acceptance_rate"), 3), str(c.get("prompts", "–"))
+                rows.append([name, s.drafter, f"{s.temperature:g}", s.draft, *cells, rate, count])
     columns = ("category", "drafter", "T", "draft", "τ [95%]", "speed-up [95%]", "α", "prompts")
     note = "" if len(names) > 1 else said(f"All prompts are of one category, {names[0]}.", "soft")
     return note + charts(*drawn) + table("By category", columns, rows, text=[1, 3])
@@ -100,9 +102,9 @@ def draft_lengths(shown: Sequence[Shown]) -> str:
             found = {n: decoding_speedup(s.numbers) for n, s in by_length.items()}
             told = [(n, s) for n, s in by_length.items() if s.numbers["block_efficiency"] is not None]
             expected += [
-                Series(f"{name}: predicted", tau, longest.colour, marks=False),
+                Series(f"{name}: predicted", tau, longest.colour, marks=False, listed=False),
                 Series(
-                    f"{name}: measured",
+                    name,
                     [(n, s.numbers["block_efficiency"]) for n, s in told],
                     longest.colour,
                     [interval(s.numbers, "block_efficiency") for _, s in told],
@@ -110,10 +112,14 @@ def draft_lengths(shown: Sequence[Shown]) -> str:
                 ),
             ]
             speeds += [
-                Series(f"{name}: predicted", [(n, y) for n, y in speed if y is not None], longest.colour, marks=False),
                 Series(
-                    f"{name}: measured", [(n, y) for n, y in found.items() if y is not None], longest.colour, line=False
+                    f"{name}: predicted",
+                    [(n, y) for n, y in speed if y is not None],
+                    longest.colour,
+                    marks=False,
+                    listed=False,
                 ),
+                Series(name, [(n, y) for n, y in found.items() if y is not None], longest.colour, line=False),
             ]
             for n in sorted({*range(1, most + 1), *by_length}):
                 s = by_length.get(n)
@@ -133,8 +139,8 @@ def draft_lengths(shown: Sequence[Shown]) -> str:
         drawn.append(line_chart(f"τ by draft length {at}", expected, x=x, y="τ", from_zero=False))
         drawn.append(line_chart(f"Speed-up by draft length {at}", speeds, x=x, y="speed-up", reference=1.0))
     how = (
-        "Lines: what theory (eval/theory.py) expects of each length, by the acceptance at every position and the cost of "
-        "a round of the longest drafts that were measured; the pass that checks is taken to grow evenly from a plain "
+        "Lines: what theory (eval/theory.py) expects of each length, by the acceptance at every position and the cost "
+        "of a round of the longest drafts that were measured; the checking pass is taken to grow evenly from a plain "
         "one. Marks: what was measured at that length. Speed-up here is without the prompts' own passes."
     )
     columns = ("drafter", "T", "draft length", "τ predicted", "τ measured", "speed-up predicted", "speed-up measured")
@@ -143,7 +149,8 @@ def draft_lengths(shown: Sequence[Shown]) -> str:
 
 def time_breakdown(shown: Sequence[Shown]) -> str:
     """Where a token's time went, beside plain decoding."""
-    bars, rows = [], []
+    bars: dict[float, list[Bar]] = {}
+    rows = []
     for s in shown:
         counts = totals(s.numbers)
         if counts is None:
@@ -151,23 +158,27 @@ def time_breakdown(shown: Sequence[Shown]) -> str:
         spent = [counts[k] for k in ("speculative_prefill_s", "draft_s", "verify_s")]
         parts = [*spent, max(counts["speculative_s"] - sum(spent), 0.0)]
         plain = [counts["plain_prefill_s"], 0.0, counts["plain_s"] - counts["plain_prefill_s"], 0.0]
-        name = f"{s.label}, T = {s.temperature:g}"
-        for label, seconds, tokens in (
-            (f"{name}: plain", plain, counts["plain_tokens"]),
-            (name, parts, counts["speculative_tokens"]),
+        for how, seconds, tokens in (
+            ("speculative", parts, counts["speculative_tokens"]),
+            ("plain", plain, counts["plain_tokens"]),
         ):
             each = [1000 * second / tokens for second in seconds]
-            bars.append(Bar(label, each))
-            rows.append([label, *(f"{ms:.3f}" for ms in each), f"{sum(each):.3f}"])
-    if not bars:
+            label = s.label if how == "speculative" else f"plain, beside {s.label}"
+            bars.setdefault(s.temperature, []).append(Bar(label, each))
+            rows.append([s.label, f"{s.temperature:g}", how, *(f"{ms:.3f}" for ms in each), f"{sum(each):.3f}"])
+    if not rows:
         return said("Left out: no result has counts of its time.", "lacking")
     how = (
-        "Milliseconds per token of the answers. Checking is the target's pass over the drafts and the verdict; in plain "
-        "decoding, its passes over one token each with all that belongs to a step. Other is what a round takes besides."
+        "Milliseconds per token of the answers. Checking is the target's pass over drafts and the verdict; in plain "
+        "decoding, its passes over one token each with all that goes with it. Other is the rest of a round."
     )
-    drawn = [stacked_chart(f"Time of a token ({i // 8 + 1})" if len(bars) > 8 else "Time of a token", PARTS,
-                           bars[i : i + 8], x="ms per token") for i in range(0, len(bars), 8)]  # fmt: skip
-    return said(how, "soft") + charts(*drawn) + table("Milliseconds per token", ("", *PARTS, "sum"), rows)
+    top = max(sum(bar.parts) for at in bars.values() for bar in at)
+    drawn = [
+        stacked_chart(f"Time of a token at T = {temperature:g}", PARTS, at, x="ms per token", top=top)
+        for temperature, at in sorted(bars.items())
+    ]
+    columns = ("drafter", "T", "decoding", *PARTS, "sum")
+    return said(how, "soft") + charts(*drawn) + table("Milliseconds per token", columns, rows, text=[2])
 
 
 def tree_shapes(found: Found, shown: Sequence[Shown]) -> str:
@@ -181,8 +192,8 @@ def tree_shapes(found: Found, shown: Sequence[Shown]) -> str:
         elif isinstance(told, dict):
             parts.append(
                 said(
-                    f"{s.drafter}, T = {s.temperature:g}: a dynamic tree, grown from the drafter's own probabilities in "
-                    f"every round: {', '.join(f'{key} {value}' for key, value in told.items())}."
+                    f"{s.drafter}, T = {s.temperature:g}: a dynamic tree, grown from the drafter's own probabilities "
+                    f"in every round: {', '.join(f'{key} {value}' for key, value in told.items())}."
                 )
             )
     seen: set[tuple[str, str]] = set()
@@ -204,10 +215,8 @@ def _built_from(name: str, tree: Tree) -> str:
     """The table of acceptance by depth and rank, and what the tree promises."""
     parts = []
     if tree.expected_tokens is not None:
-        parts.append(
-            said(f"{len(tree.parents)} nodes; {tree.expected_tokens:.3f} tokens expected per target pass, the extra one "
-                 "included.")
-        )  # fmt: skip
+        promised = f"{tree.expected_tokens:.3f} tokens expected per target pass, the extra one included"
+        parts.append(said(f"{len(tree.parents)} nodes; {promised}."))
     if tree.acceptance:
         columns = ["depth", *(f"rank {rank + 1}" for rank in range(len(tree.acceptance[0])))]
         rows = [[str(d), *(number(rate, 3) for rate in row)] for d, row in enumerate(tree.acceptance, 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ _TIMES = ("plain_s", "plain_prefill_s", "plain_tokens", "speculative_s", "specul
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A result, and what it is called here: `drafter` is one name for all results of one export."""
+    """A result, and what it is called here: `drafter` is one name for all results of one export, and `label` tells the
+    draft too, where not all results are of the same.
+    """
 
     drafter: str
+    label: str
     colour: int
     run: Run
     export: Path
@@ -32,16 +36,16 @@ class Shown:
     @property
     def draft(self) -> str:
         """What is drafted, such as "chain of 4"."""
-        count = self.numbers["num_speculative_tokens"]
-        if self.numbers.get("tree") is not None:
-            return f"tree of {self.numbers.get('num_nodes', '?')}"
-        policy = (self.numbers.get("draft_length") or {}) if isinstance(self.numbers.get("draft_length"), dict) else {}
-        return f"chain of {count}" if policy.get("policy", "fixed") == "fixed" else f"≤{count}, {policy['policy']}"
+        return draft_of(self.numbers)
 
-    @property
-    def label(self) -> str:
-        """The drafter, and the draft where it is another than usual."""
-        return f"{self.drafter}, {self.draft}"
+
+def draft_of(numbers: dict[str, Any]) -> str:
+    """What a result's rounds draft: "chain of 4", "tree of 20", "≤8, entropy"."""
+    count, length = numbers["num_speculative_tokens"], numbers.get("draft_length")
+    if numbers.get("tree") is not None:
+        return f"tree of {numbers.get('num_nodes', '?')}"
+    policy = length.get("policy", "fixed") if isinstance(length, dict) else "fixed"
+    return f"chain of {count}" if policy == "fixed" else f"≤{count}, {policy}"
 
 
 def shown_results(found: Found) -> list[Shown]:
@@ -55,7 +59,11 @@ def shown_results(found: Found) -> list[Shown]:
         for run, _, result in pairs
     ]
     colours = {name: index for index, name in enumerate(dict.fromkeys(names))}
-    return [Shown(n, colours[n], run, export, r) for n, (run, export, r) in zip(names, pairs, strict=True)]
+    alike = len({draft_of(result) for _, _, result in pairs}) == 1
+    return [
+        Shown(name, name if alike else f"{name}, {draft_of(result)}", colours[name], run, export, result)
+        for name, (run, export, result) in zip(names, pairs, strict=True)
+    ]
 
 
 def temperatures(shown: Sequence[Shown]) -> list[float]:

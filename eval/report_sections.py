@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from html import escape
 from typing import Any
 
 from eval.charts import Bar, Series, interval_chart, line_chart, thinned
@@ -40,9 +41,9 @@ def overview(shown: Sequence[Shown], found: Found) -> str:
                 f"{n['tokens']:,}" if "tokens" in n else "–",
             ]
         )
-    columns = ("drafter", "T", "draft", "τ [95%]", "speed-up [95%]", "predicted", "α [95%]", "α expected", "utilization",
-               "same as plain", "prompts", "tokens")  # fmt: skip
-    parts.append(table("Acceptance in the engine", columns, rows, text=[2]))
+    columns = ("drafter", "T", "draft", "τ [95%]", "speed-up [95%]", "predicted", "α [95%]", "α expected",
+               "utilization", "same as plain", "prompts", "tokens")  # fmt: skip
+    parts.append(table("Acceptance in the engine", columns, rows, text=[2], most=40))
     if rows:
         parts.append(folded("What the columns mean", _glossary()))
     if any(not s.numbers.get("lossless", True) for s in shown):
@@ -98,9 +99,12 @@ def comparison(shown: Sequence[Shown], found: Found) -> str:
     return "".join(parts)
 
 
-def training_curves(found: Found) -> str:
+def training_curves(found: Found, shown: Sequence[Shown]) -> str:
     """Metrics over steps: the runs in one picture each, and the rest of the metrics folded away."""
     trained = [run for run in found.runs if run.metrics]
+    colours = {s.run.name: s.colour for s in reversed(shown)}
+    for run in trained:  # one that is not measured yet has none
+        colours.setdefault(run.name, max(colours.values(), default=-1) + 1)
     parts = []
     if lacking := [run.name for run in found.runs if not run.metrics]:
         why = "no metrics/…/metrics.csv: not trained by steps, or by another logger"
@@ -113,8 +117,10 @@ def training_curves(found: Found) -> str:
     parts.append(table("Training", ("run", "steps", "seconds", "tokens", "tokens/s", "peak MB"), rows))
     drawn = []
     for name in _FIRST:
-        series = [Series(run.name, thinned(run.metrics.get(name, [])), i, marks=name.startswith("val/"))
-                  for i, run in enumerate(trained)]  # fmt: skip
+        series = [
+            Series(run.name, thinned(run.metrics.get(name, [])), colours[run.name], marks=name.startswith("val/"))
+            for run in trained
+        ]
         drawn.append(line_chart(name, series, x="step", y=name.partition("/")[2], from_zero=name != "train/loss"))
     parts.append(charts(*drawn))
     for run in trained:
@@ -151,26 +157,49 @@ def text_samples(samples: Sequence[Sample], lacking: Sequence[str], asked: bool)
     for sample in samples:
         drafted = sum(piece.drafted for piece in sample.pieces)
         count = f"{drafted} of {len(sample.pieces)} tokens proposed by {sample.proposer}"
-        parts.append(f"<h3>{said(sample.proposer)[3:-4]}</h3>{coloured(sample)}{said(f'{count} · {sample.summary}')}")
+        parts.append(f"<h3>{escape(sample.proposer)}</h3>{coloured(sample)}{said(f'{count} · {sample.summary}')}")
     return "".join(parts)
 
 
 def provenance(found: Found) -> str:
     """How to make the same again: commands, versions, machine, data, and the whole configuration."""
-    parts = []
-    origins = [("this comparison", found.provenance, None, None)] if found.provenance else []
-    for name, told, data, config in [*origins, *((r.name, r.provenance, r.data, r.config) for r in found.runs)]:
-        rows = [[key, value if isinstance(value, str) else json.dumps(value)] for key, value in (told or {}).items()
-                if not isinstance(value, dict)]  # fmt: skip
-        rows += [[f"version of {key}", str(value)] for key, value in ((told or {}).get("versions") or {}).items()]
-        rows += [[f"data: {key}", str(value)] for key, value in (data or {}).items() if not isinstance(value, dict)]
-        inside = table(f"Provenance of {name}", ("", "value"), rows, text=[1])
-        if told is None:
-            inside = said(f"{name} does not tell its provenance (neither acceptance.json nor an export).", "lacking")
-        whole = {"config": config, "data": data}
-        written = source(json.dumps(whole, indent=1, ensure_ascii=False)) if config or data else ""
-        parts.append(f"{inside}{folded(f'Configuration of {name}', written)}")
+    origins = {"train/compare.py": (found.provenance, None)} if found.compared and found.provenance else {}
+    origins |= {run.name: (run.provenance, run.data) for run in found.runs}
+    told = {name: _flat_provenance(*both) for name, both in origins.items() if both[0] or both[1]}
+    parts = [
+        said(f"{name} does not tell its provenance (neither acceptance.json nor an export is there).", "lacking")
+        for name, (provenance, _) in origins.items()
+        if not provenance
+    ]
+    for name, values in told.items():
+        if command := values.pop("command", None):
+            parts.append(f"<h3>{escape(name)}</h3><p><code>{escape(command)}</code></p>")
+    keys = list(dict.fromkeys(key for values in told.values() for key in values))
+    same = [key for key in keys if len({values.get(key) for values in told.values()}) == 1]
+    if same:
+        first = next(iter(told.values()))
+        whose = "all of them" if len(told) > 1 else next(iter(told))
+        parts.append(table("Made with", ("", whose), [[key, first[key]] for key in same], text=[1], most=40))
+    if rows := [[key, *(values.get(key, "–") for values in told.values())] for key in keys if key not in same]:
+        parts.append(table("Not the same in all", ("", *told), rows, text=range(1, len(told) + 1), most=40))
+    for run in found.runs:
+        whole = {key: value for key, value in (("config", run.config), ("data", run.data)) if value}
+        written = source(json.dumps(whole, indent=1, ensure_ascii=False)) if whole else ""
+        parts.append(folded(f"Configuration of {run.name}", written))
     return "".join(parts)
+
+
+def _flat_provenance(provenance: dict[str, Any] | None, data: dict[str, Any] | None) -> dict[str, str]:
+    """Provenance and the data's fingerprints as text by name; a run's whole configuration is told elsewhere."""
+    found = dict(provenance or {})
+    versions = found.pop("versions", None) or {}
+    found |= {f"version of {name}": version for name, version in versions.items()}
+    found |= {f"data: {name}": value for name, value in (data or {}).items()}
+    return {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in found.items()
+        if not isinstance(value, dict)
+    }
 
 
 def _identical(numbers: dict[str, Any]) -> str:
