@@ -46,7 +46,7 @@ caption{text-align:left;font-weight:600;padding:4px 0}
 th,td{padding:4px 10px;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap}
 th:first-child,td:first-child{text-align:left}thead th{color:var(--soft);font-weight:600}
 td.text,th.text{text-align:left}tbody th{font-weight:600}
-th:first-child{position:sticky;left:0;background:var(--page);white-space:normal;overflow-wrap:anywhere;min-width:6rem;
+th:first-child{position:sticky;left:0;background:var(--page);white-space:normal;overflow-wrap:anywhere;min-width:8.5rem;
 max-width:11rem}
 details{margin:8px 0}summary{cursor:pointer;padding:4px 0}
 pre{background:var(--card);border-radius:8px;padding:10px;overflow-x:auto;font-size:.82rem;max-height:30rem}

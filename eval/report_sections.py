@@ -48,10 +48,13 @@ def overview(shown: Sequence[Shown], found: Found) -> str:
         parts.append(folded("What the columns mean", _glossary()))
     if any(not s.numbers.get("lossless", True) for s in shown):
         parts.append(said("lossy: typical acceptance gives tokens that do not have the target's own law."))
-    for s in shown:
-        if (s.numbers.get("ceiling") or 1) < 1:
-            share, at = s.numbers["ceiling"], f"at T = {s.temperature:g}"
-            parts.append(said(f"{s.drafter}: its draft vocabulary holds {share:.1%} of the target's mass {at}."))
+    ceilings = [
+        f"{s.drafter}: its draft vocabulary holds {s.numbers['ceiling']:.1%} of the target's mass at "
+        f"T = {s.temperature:g}: no α can be above it."
+        for s in shown
+        if (s.numbers.get("ceiling") or 1) < 1
+    ]
+    parts += [said(line) for line in dict.fromkeys(ceilings)]
     adapted = [told for run in found.runs for told in run.adapted]
     if adapted:
         from eval.adapted import report

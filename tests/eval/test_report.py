@@ -1,0 +1,328 @@
+"""The report: from folders written out here, whose every number is known."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+
+from conf.compose import ROOT, plain
+from eval.charts import Series, line_chart, number, thinned, ticks, tree_chart
+from eval.report import html, job, with_folders
+from eval.report_results import decoding_speedup, predicted_efficiency, predicted_speedup, shown_results
+from eval.run_folder import read_folders, read_metrics
+from eval.sample import Piece, Sample, coloured, pieces_of
+from models.errors import UserError
+from tests.helpers.browser import available, browser
+
+HOSTILE = "<script>alert('x')</script>&\"quoted\""
+PROVENANCE = {"command": f"python train/run.py run_name={HOSTILE}", "git_revision": "0123456789ab",
+              "versions": {"torch": "2.13.0"}, "cores": 2}  # fmt: skip
+TREE = {"parents": [-1, -1, 0, 0, 2], "ranks": [0, 1, 0, 1, 0], "expected_tokens": 2.3456,
+        "acceptance": [[0.611, 0.122], [0.533, 0.144], [0.455, 0.166]]}  # fmt: skip
+
+
+def result(drafter: str = "eagle", temperature: float = 0.0, **changes: Any) -> dict[str, Any]:
+    """100 rounds over two prompts: 60 of 100 tokens accepted at position 1, 30 of 60 at position 2, τ = 1.9.
+
+    Per token, plain 10 ms while decoding; a round drafts 4 ms, checks 12 ms, and 3 ms go elsewhere.
+    """
+    counts = {
+        "category": ["code", HOSTILE], "rounds": [60.0, 40.0], "emitted": [114.0, 76.0],
+        "drafts": [[60.0, 60.0], [40.0, 40.0]], "drafted": [[60.0, 60.0], [40.0, 40.0]],
+        "tested": [[60.0, 36.0], [40.0, 24.0]], "accepted": [[36.0, 18.0], [24.0, 12.0]],
+        "plain_s": [1.34, 0.96], "plain_tokens": [115.0, 77.0], "plain_prefill_s": [0.2, 0.2],
+        "speculative_s": [1.34, 0.96], "speculative_tokens": [115.0, 77.0], "speculative_prefill_s": [0.2, 0.2],
+        "draft_s": [0.24, 0.16], "verify_s": [0.72, 0.48],
+    }  # fmt: skip
+    return {
+        "drafter": drafter, "prompts": 2, "tokens": 192, "temperature": temperature, "num_speculative_tokens": 2,
+        "num_nodes": 2, "tree": None, "draft_length": {"policy": "fixed"}, "lossless": True,
+        "acceptance_rate": 0.5625, "acceptance_rate_interval": [0.51, 0.6125], "expected_acceptance_rate": 0.5678,
+        "block_efficiency": 1.9, "block_efficiency_interval": [1.71, 2.13], "speedup": 1.23,
+        "speedup_interval": [1.11, 1.37], "predicted_speedup": 1.29, "draft_utilization": 0.4567, "ceiling": 1.0,
+        "acceptance_per_position": [0.6, 0.3], "conditional_acceptance": [0.6, 0.5], "identical_to_plain": 2,
+        "by_category": {
+            "code": {"prompts": 1, "acceptance_rate": 0.777, "block_efficiency": 2.34,
+                     "block_efficiency_interval": [2.31, 2.37], "speedup": 1.41, "speedup_interval": [1.4, 1.42]},
+            HOSTILE: {"prompts": 1, "acceptance_rate": 0.333, "block_efficiency": 1.56,
+                      "block_efficiency_interval": [None, None], "speedup": None, "speedup_interval": [None, None]},
+        },
+        "counts": counts,
+    } | changes  # fmt: skip
+
+
+def write(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+
+
+def whole_run(folder: Path, *results: dict[str, Any]) -> Path:
+    """A folder in which nothing is lacking."""
+    config = {"run_name": folder.name, "fit": {"batch_size": 16}, "note": HOSTILE}
+    told = list(results) or [result(), result(temperature=1.0)]
+    write(folder / "acceptance.json", {"config": config, "results": told, "provenance": PROVENANCE})
+    write(folder / "training.json", {"steps": 600, "seconds": 1430.4, "tokens": 1756578, "tokens_per_s": 1228.0,
+                                     "peak_memory_bytes": 1129594880})  # fmt: skip
+    write(folder / "data.json", {"weights": "bb40c4f55e245e03"})
+    write(folder / "export/config.json", {"decoding": {"tree": TREE}})
+    metrics = ["epoch,step,train/loss,train/acceptance,train/acceptance_1,val/block_efficiency"]
+    metrics += [f"0,{step},{8 / (step + 1):.4f},{step / 200},{step / 400}," for step in range(0, 100, 10)]
+    write(folder / "metrics/version_0/metrics.csv", "\n".join([*metrics, ",50,,,,1.4321", ",100,,,,1.8765"]))
+    return folder
+
+
+class Reader(HTMLParser):
+    """Text and tags; a page that does not close what it opens is refused."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += f"{data}\n" if "style" not in self.open else ""
+
+
+def report(*folders: Path, **options: Any) -> str:
+    return html("here", read_folders(list(folders)), **options)
+
+
+def row(page: str, *starts: str) -> list[str]:
+    """The cells of the one table row that begins so."""
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line) for line in re.findall(r"<tr>(.*?)</tr>", page)]
+    (found,) = [cells for cells in rows if tuple(cells[: len(starts)]) == starts]
+    return found
+
+
+def test_every_number_of_a_run_is_on_its_page(tmp_path: Path) -> None:
+    page = report(whole_run(tmp_path / "run"))
+    assert row(page, "eagle", "0", "chain of 2", "1.90 [1.71, 2.13]")[4:] == [
+        "1.23 [1.11, 1.37]", "1.29", "0.56 [0.51, 0.61]", "0.568", "0.457", "2 of 2", "2", "192"]  # fmt: skip
+    assert row(page, "eagle", "1", "chain of 2", "accepted / tested")[4:] == ["0.600", "0.500"]
+    assert row(page, "eagle", "1", "chain of 2", "accepted / drafts")[4:] == ["0.600", "0.300"]
+    assert row(page, "code", "eagle", "0")[4:] == ["2.34 [2.31, 2.37]", "1.41 [1.40, 1.42]", "0.777", "1"]
+    assert row(page, "run", "600")[1:] == ["600", "1,430", "1,756,578", "1,228", "1130"]
+    assert row(page, "eagle", "0", "speculative")[3:] == ["2.083", "2.083", "6.250", "1.562", "11.979"]
+    assert row(page, "eagle", "0", "plain")[3:] == ["2.083", "0.000", "9.896", "0.000", "11.979"]
+    assert row(page, "1", "0.611", "0.122") and "2.346 tokens expected" in page
+    assert row(page, "version of torch") == ["version of torch", "2.13.0"]
+    assert row(page, "data: weights")[1] == "bb40c4f55e245e03" and row(page, "git_revision")[1] == "0123456789ab"
+    assert "val/block_efficiency" in page and "step 50: 1.432" in page and "step 100: 1.877" in page
+    assert "Best: eagle at T = 0, with 1.90 tokens per target pass and 1.23 times plain" in page
+
+
+def test_prediction_stands_beside_measurement() -> None:
+    """By hand: τ(1) = 1.6, τ(2) = 1 + 0.6 + 0.3; a plain token takes 10 ms, and a round of two 4 + 12 + 3."""
+    told = result()
+    assert [predicted_efficiency(told, n) for n in range(3)] == pytest.approx([1, 1.6, 1.9])
+    assert decoding_speedup(told) == pytest.approx(0.010 * 190 / 1.9)
+    assert predicted_speedup(told, 2) == pytest.approx(1.9 / (0.4 + 1.2 + 0.3))
+    assert predicted_speedup(told, 1) == pytest.approx(1.6 / (0.2 + (0.7 + 1.2) / 2 + 0.3))
+    short = result(num_speculative_tokens=2)
+    short["counts"]["drafts"] = [[30.0, 0.0], [20.0, 0.0]]
+    assert predicted_efficiency(short, 2) == pytest.approx(1 + 0.5 * 0.6)
+    assert predicted_speedup(result(num_nodes=9), 2) is None  # a tree
+    assert predicted_efficiency(result(conditional_acceptance=[0.6, None]), 2) == pytest.approx(1.6)
+
+
+def test_lengths_of_one_export_share_a_prediction(tmp_path: Path) -> None:
+    for length, tau in ((1, 1.55), (2, 1.9)):
+        one = result(num_speculative_tokens=length, block_efficiency=tau, num_nodes=length)
+        one |= {"conditional_acceptance": [0.6, 0.5][:length], "counts": {}}
+        write(tmp_path / f"k{length}" / "acceptance.json", {"config": {"export": "same/export"}, "results": [one]})
+    page = report(tmp_path / "k1", tmp_path / "k2")
+    assert row(page, "eagle", "0", "1")[3:] == ["1.600", "1.550", "–", "–"]
+    assert row(page, "eagle", "0", "2", "1.900")[4:] == ["1.900", "–", "–"]
+
+
+def test_the_page_is_whole_escaped_and_needs_nothing(tmp_path: Path) -> None:
+    whole_run(tmp_path / "run", result(HOSTILE))
+    piece = Piece(f"<b>{HOSTILE}", 1, True)
+    page = report(tmp_path / "run", samples=[Sample(HOSTILE, f"<i>{HOSTILE}", [piece], "1 token")], asked=True)
+    read = Reader(page)
+    tags = [tag for tag, _ in read.tags]
+    assert not {"script", "b", "i", "img", "iframe"} & set(tags)
+    assert read.text.count(HOSTILE) > 5 and f"<b>{HOSTILE}" in read.text and f"<i>{HOSTILE}" in read.text
+    assert "url(" not in page and "@import" not in page and "//" not in page.replace("<!DOCTYPE html>", "")
+    outside = [a for _, attributes in read.tags for a in (attributes.get("src"), attributes.get("href")) if a]
+    assert all(address.startswith("#") or address == "data:," for address in outside)
+    assert ("html", {"lang": "en"}) in read.tags and tags.count("title") >= 1 and tags.count("h1") == 1
+    pictures = [attributes for tag, attributes in read.tags if tag == "svg"]
+    assert len(pictures) > 8
+    assert all(p.get("aria-hidden") == "true" or (p.get("role") == "img" and p.get("aria-label")) for p in pictures)
+    names = [attributes["id"] for _, attributes in read.tags if attributes.get("id")]
+    assert len(names) == len(set(names)) and {a[1:] for a in outside if a.startswith("#")} <= set(names)
+
+
+def test_what_a_run_lacks_is_said(tmp_path: Path) -> None:
+    bare = {key: result()[key] for key in ("drafter", "temperature", "num_speculative_tokens", "block_efficiency")}
+    write(tmp_path / "bare/acceptance.json", {"results": [bare]})
+    text = Reader(report(tmp_path / "bare")).text
+    for sentence in (
+        "no result tells acceptance by position", "no result tells of categories", "no result is of chains that tell",
+        "no result has counts of its time", "No curves of bare", "none of these runs has a draft tree",
+        "sample=true lets the exports answer", "bare does not tell its provenance",
+    ):  # fmt: skip
+        assert sentence in text
+    write(tmp_path / "begun/metrics/version_0/metrics.csv", "step,train/loss\n9,2.5\n")
+    text = Reader(report(tmp_path / "begun")).text
+    assert "Not measured yet (no acceptance.json): begun." in text and "train/loss" in text
+    Reader(report(tmp_path / "begun", tmp_path / "bare"))
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "There is no folder"),
+        ({"other.txt": "x"}, "neither acceptance.json"),
+        ({"acceptance.json": "{"}, "Cannot read"),
+        ({"acceptance.json": "[]"}, "no JSON object"),
+        ({"acceptance.json": {"results": [{"drafter": "x"}]}}, "lacks temperature, num_speculative_tokens, block_eff"),
+        ({"acceptance.json": {"results": {}}}, "no list of results"),
+        ({"compare.json": {"drafters": []}}, "no list 'drafters'"),
+        ({"compare.json": {"drafters": [{"name": "x"}]}}, "lacks its name, results or about"),
+        ({"metrics/version_0/metrics.csv": "step,train/loss\n1,0.5\n2,much\n"}, "metrics.csv', line 3"),
+        ({"acceptance.json": {"results": []}, "tree.json": {"parents": [-1, 1], "ranks": [0, 0]}}, "draft tree"),
+    ],
+)
+def test_folders_that_tell_nothing_are_refused(files: dict[str, Any], said: str, tmp_path: Path) -> None:
+    for name, value in files.items():
+        write(tmp_path / "run" / name, value)
+    with pytest.raises(UserError, match=said):
+        read_folders([tmp_path / "run"])
+
+
+def test_a_comparison_is_read_with_its_runs(tmp_path: Path) -> None:
+    whole_run(tmp_path / "eagle", result())
+    tree = result(block_efficiency=2.22, tree={"depth": 4, "top_k": 3, "num_nodes": 9}, num_nodes=9)
+    tree.pop("by_category")
+    about = {"parameters": 1234567, "memory_share": 0.125, "readiness": None,
+             "training": {"tokens_per_s": 1234.5, "peak_memory_bytes": 5e8}}  # fmt: skip
+    drafters = [{"name": "eagle", "results": [result(), tree], "about": about},
+                {"name": "gone", "results": [result("gone", block_efficiency=1.11)], "about": about}]  # fmt: skip
+    write(tmp_path / "compare.json", {"drafters": drafters, "provenance": {"command": "python train/compare.py"}})
+    page = report(tmp_path)
+    assert row(page, "eagle", "1,234,567")[2:6] == ["1,234", "500", "1.90 [1.71, 2.13]", "2.22 [1.71, 2.13]"]
+    assert "The run of gone is not in" in page and "a dynamic tree" in page and "top_k 3" in page
+    assert row(page, "eagle", "0", "tree of 9", "2.22 [1.71, 2.13]")
+    assert row(page, "code", "eagle", "0", "tree of 9")[4:] == ["1.90", "–", "0.562", "1"]  # by its counts
+    assert "<code>python train/compare.py</code>" in page
+    (tmp_path / "compare.json").unlink()
+    assert "holds no compare.json (yet): the 1 runs" in report(tmp_path)
+
+
+def test_runs_are_told_apart(tmp_path: Path) -> None:
+    for name, batch in (("a", 8), ("b", 16)):
+        folder = whole_run(tmp_path / name)
+        config = {"run_name": name, "fit": {"batch_size": batch}, "seed": 0}
+        write(folder / "acceptance.json", {"config": config, "results": [result()], "provenance": PROVENANCE})
+    found = read_folders([tmp_path / "a", tmp_path / "b", tmp_path / "a"])
+    assert [s.drafter for s in shown_results(found)] == ["eagle (a)", "eagle (b)"]
+    assert row(html("x", found), "fit.batch_size") == ["fit.batch_size", "8", "16"]
+
+
+def test_a_resumed_run_has_one_curve(tmp_path: Path) -> None:
+    write(tmp_path / "metrics/version_2/metrics.csv", "step,a\n20,3\n10,2.5\n")
+    write(tmp_path / "metrics/version_10/metrics.csv", "step,a,b\n20,4,\n30,5,nan\n")
+    assert read_metrics(tmp_path) == {"a": [(10.0, 2.5), (20.0, 4.0), (30.0, 5.0)]}
+
+
+def test_axes_and_pictures() -> None:
+    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0]) and ticks(1, 4, 6, whole=True) == [1, 2, 3, 4]
+    assert ticks(-0.3, 0.9, 3) == pytest.approx([0, 0.5]) and ticks(5, 5) == [5]
+    assert [number(x) for x in (0.25, 12, 3000, 0.00001, 0)] == ["0.25", "12", "3,000", "1e-05", "0"]
+    assert thinned([(i, float(i % 2)) for i in range(1000)], 100)[0] == (9, 0.5)
+    drawn = line_chart("t", [Series("s", [(1, 0.0), (2, 1.0)], 0)], x="n", y="v", top=1.0)
+    low, high = (tuple(map(float, m)) for m in re.findall(r"translate\(([\d.]+) ([\d.]+)\)", drawn)[:2])
+    assert low[1] == 192 and high == (pytest.approx(low[0] + 306 / 1.08, abs=0.1), 12)  # the plot's bottom and top
+    nodes = re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', tree_chart("t", TREE["parents"], TREE["ranks"]))
+    assert [float(y) for _, y in nodes] == [20, 60, 60, 100, 100, 140] and float(nodes[1][0]) < float(nodes[2][0])
+    assert nodes[3][0] == nodes[5][0]  # an only child stands under its parent
+
+
+def test_accepted_tokens_are_marked_with_their_drafter() -> None:
+    words = {1: b"<a", 2: "é".encode()[:1], 3: "é".encode()[1:], 4: b" b", 5: b"!"}
+
+    def decode(tokens: list[int]) -> str:
+        return b"".join(words[token] for token in tokens).decode(errors="replace")
+
+    pieces = pieces_of([([1], 0), ([2, 3, 4], 2), ([5], 1)], decode)
+    assert pieces == [Piece("<a", 0, False), Piece("", 1, True), Piece("é", 1, True), Piece(" b", 1, False),
+                      Piece("!", 2, True)]  # fmt: skip
+    assert coloured(Sample("eagle", "p>", pieces, "")) == (
+        '<div class="sample" lang="und">p&gt;&lt;a<mark class="odd" title="round 1: eagle">é</mark> b'
+        '<mark title="round 2: eagle">!</mark></div>'
+    )
+
+
+def test_folders_are_given_as_they_are(tmp_path: Path) -> None:
+    odd = tmp_path / "lr=3e-3, 'x'"
+    odd.mkdir()
+    arguments = with_folders(["outputs/a", "output=x.html", str(odd), "--cfg", "job"])
+    assert arguments[1:] == ["output=x.html", "--cfg", "job"]
+    with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
+        assert plain(hydra.compose("report", overrides=arguments[:1]))["runs"] == ["outputs/a", str(odd)]
+    assert with_folders(["runs=[a]"]) == ["runs=[a]"]
+
+
+def test_the_job_writes_the_page_and_tells_of_exports_that_cannot_answer(tmp_path: Path) -> None:
+    whole_run(tmp_path / "run")
+    with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
+        job(hydra.compose("report", overrides=[f"runs='{tmp_path / 'run'}'", "sample=true"]))
+    text = Reader((tmp_path / "run" / "report.html").read_text()).text
+    assert "run: " in text and "export" in text.partition("Text sample")[2]
+    assert "Left out: sample=true" not in text
+
+
+@pytest.mark.skipif(not available(), reason="no chromium and chromedriver (Debian: chromium chromium-driver)")
+def test_in_a_browser(tmp_path: Path) -> None:
+    """No errors, no overflow on a phone, another look in the dark; pictures are kept in outputs/report."""
+    long_name = "distilled_lm_with_a_very_long_name_" * 2
+    whole_run(tmp_path / "a")
+    whole_run(tmp_path / "b", result(long_name), result(long_name, 1.0))
+    pieces = [Piece("x" * 300, 0, False), Piece(" accepted", 1, True)]
+    sample = Sample("eagle", "def f():\n", pieces, "2 tokens")
+    path = tmp_path / "report.html"
+    path.write_text(report(tmp_path / "a", tmp_path / "b", samples=[sample], asked=True), encoding="utf-8")
+    looks = {}
+    with browser() as shown:
+        for width in (390, 1280):
+            for dark in (False, True):
+                shown.open(path, width, dark)
+                shown.run("document.querySelectorAll('details').forEach(d => d.open = true)")
+                assert shown.run("return [innerWidth, document.documentElement.scrollWidth]") == [width, width]
+                assert shown.console() == []
+                looks[dark] = shown.run(
+                    "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
+                )
+                name = f"{'phone' if width == 390 else 'wide'}-{'dark' if dark else 'light'}.png"
+                shown.screenshot(ROOT.parent / "outputs" / "report" / name)
+        assert shown.run("return performance.getEntriesByType('resource').length") == 0
+        sizes = "return [...document.querySelectorAll('figure svg text')].map(t => t.getBoundingClientRect().height)"
+        shown.open(path, 390, False)
+        heights = [height for height in shown.run(sizes) if height]  # what is folded has none
+        assert len(heights) > 50 and min(heights) > 9  # text in pictures stays legible on a phone
+        shown.run("console.error('planted')")
+        assert len(shown.console()) == 1  # the check above could fail
+    assert looks[False] == ["rgb(255, 255, 255)", "rgb(26, 31, 39)"]
+    assert looks[True] == ["rgb(18, 21, 26)", "rgb(230, 233, 238)"]
