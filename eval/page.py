@@ -46,8 +46,8 @@ caption{text-align:left;font-weight:600;padding:4px 0}
 th,td{padding:4px 10px;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap}
 th:first-child,td:first-child{text-align:left}thead th{color:var(--soft);font-weight:600}
 td.text,th.text{text-align:left}tbody th{font-weight:600}
-th:first-child{position:sticky;left:0;background:var(--page);white-space:normal;overflow-wrap:anywhere;min-width:8.5rem;
-max-width:11rem}
+th:first-child{position:sticky;left:0;background:var(--page);white-space:normal;overflow-wrap:anywhere;max-width:11rem}
+.named th:first-child{min-width:8.5rem}
 details{margin:8px 0}summary{cursor:pointer;padding:4px 0}
 pre{background:var(--card);border-radius:8px;padding:10px;overflow-x:auto;font-size:.82rem;max-height:30rem}
 code,.sample{font-family:ui-monospace,"DejaVu Sans Mono",monospace;font-size:.86rem}
@@ -110,8 +110,9 @@ def table(
         + "</tr>"
         for row in rows
     )
+    named = ' class="named"' if max(len(row[0]) for row in rows) > 12 else ""  # long names break, but not too early
     drawn = (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table><caption>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table{named}><caption>'
         f"{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
     return folded(f"{caption}: a table of {len(rows)} rows", drawn) if len(rows) > most else drawn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from eval.charts import Bar, Series, interval_chart, line_chart, stacked_chart, tree_chart
 from eval.page import charts, said, table
@@ -89,53 +89,12 @@ def draft_lengths(shown: Sequence[Shown]) -> str:
         return said("Left out: no result is of chains that tell acceptance by position.", "lacking")
     drawn, rows = [], []
     for temperature in temperatures(chains):
-        expected, speeds = [], []
-        for name in dict.fromkeys(s.drafter for s in chains):
-            own = [s for s in chains if s.drafter == name and s.temperature == temperature]
-            if not own:
-                continue
-            longest = max(own, key=lambda s: len(rates_of(s.numbers)))
-            most = len(rates_of(longest.numbers))
-            by_length = {s.numbers["num_speculative_tokens"]: s for s in own}
-            tau = [(float(n), predicted_efficiency(longest.numbers, n)) for n in range(most + 1)]
-            speed = [(n, predicted_speedup(longest.numbers, n)) for n in range(1, most + 1)]
-            found = {n: decoding_speedup(s.numbers) for n, s in by_length.items()}
-            told = [(n, s) for n, s in by_length.items() if s.numbers["block_efficiency"] is not None]
-            expected += [
-                Series(f"{name}: predicted", tau, longest.colour, marks=False, listed=False),
-                Series(
-                    name,
-                    [(n, s.numbers["block_efficiency"]) for n, s in told],
-                    longest.colour,
-                    [interval(s.numbers, "block_efficiency") for _, s in told],
-                    line=False,
-                ),
-            ]
-            speeds += [
-                Series(
-                    f"{name}: predicted",
-                    [(n, y) for n, y in speed if y is not None],
-                    longest.colour,
-                    marks=False,
-                    listed=False,
-                ),
-                Series(name, [(n, y) for n, y in found.items() if y is not None], longest.colour, line=False),
-            ]
-            for n in sorted({*range(1, most + 1), *by_length}):
-                s = by_length.get(n)
-                rows.append(
-                    [
-                        name,
-                        f"{temperature:g}",
-                        str(n),
-                        number(predicted_efficiency(longest.numbers, n), 3) if n <= most else "–",
-                        number(s.numbers["block_efficiency"], 3) if s else "",
-                        number(dict(speed).get(n), 3),
-                        number(found[n], 3) if s else "",
-                    ]
-                )
-        at = f"at T = {temperature:g}"
-        x = "draft length, tokens"
+        expected: list[Series] = []
+        speeds: list[Series] = []
+        for name in dict.fromkeys(s.drafter for s in chains if s.temperature == temperature):
+            tau, speed, lines = _by_length([s for s in chains if (s.drafter, s.temperature) == (name, temperature)])
+            expected, speeds, rows = expected + tau, speeds + speed, rows + lines
+        at, x = f"at T = {temperature:g}", "draft length, tokens"
         drawn.append(line_chart(f"τ by draft length {at}", expected, x=x, y="τ", from_zero=False))
         drawn.append(line_chart(f"Speed-up by draft length {at}", speeds, x=x, y="speed-up", reference=1.0))
     how = (
@@ -145,6 +104,37 @@ def draft_lengths(shown: Sequence[Shown]) -> str:
     )
     columns = ("drafter", "T", "draft length", "τ predicted", "τ measured", "speed-up predicted", "speed-up measured")
     return said(how, "soft") + charts(*drawn) + table("Prediction beside measurement", columns, rows)
+
+
+def _by_length(own: Sequence[Shown]) -> tuple[list[Series], list[Series], list[list[str]]]:
+    """Of one drafter at one temperature: series of τ and of speed-up, predicted and measured, and the table's rows."""
+    longest = max(own, key=lambda s: len(rates_of(s.numbers)))
+    name, colour, most = longest.drafter, longest.colour, len(rates_of(longest.numbers))
+    by_length = {s.numbers["num_speculative_tokens"]: s for s in own}
+    tau = {n: predicted_efficiency(longest.numbers, n) for n in range(most + 1)}
+    speed = {n: predicted_speedup(longest.numbers, n) for n in range(1, most + 1)}
+    found = {n: s.numbers["block_efficiency"] for n, s in by_length.items()}
+    ends = [interval(s.numbers, "block_efficiency") for s in by_length.values() if s.numbers["block_efficiency"]]
+    gained = {n: decoding_speedup(s.numbers) for n, s in by_length.items()}
+    expected = [
+        Series(f"{name}: predicted", _known(tau), colour, marks=False, listed=False),
+        Series(name, _known(found), colour, ends, line=False),
+    ]
+    speeds = [
+        Series(f"{name}: predicted", _known(speed), colour, marks=False, listed=False),
+        Series(name, _known(gained), colour, line=False),
+    ]
+    rows = []
+    for n in sorted({*speed, *by_length}):
+        numbers = [number(values.get(n), 3) for values in (tau, found, speed, gained)]
+        measured = n in by_length
+        shown = [numbers[0], numbers[1] if measured else "", numbers[2], numbers[3] if measured else ""]
+        rows.append([name, f"{longest.temperature:g}", str(n), *shown])
+    return expected, speeds, rows
+
+
+def _known(values: Mapping[int, float | None]) -> list[tuple[float, float]]:
+    return [(float(n), value) for n, value in values.items() if value is not None]
 
 
 def time_breakdown(shown: Sequence[Shown]) -> str:

@@ -12,12 +12,18 @@ import hydra
 import pytest
 
 from conf.compose import ROOT, plain
+from engine.__main__ import encode
+from engine.loop import generate
+from engine.settings import DecodeSettings
 from eval.charts import Series, line_chart, number, thinned, ticks, tree_chart
 from eval.report import html, job, with_folders
 from eval.report_results import decoding_speedup, predicted_efficiency, predicted_speedup, shown_results
-from eval.run_folder import read_folders, read_metrics
-from eval.sample import Piece, Sample, coloured, pieces_of
+from eval.run_folder import Found, read_folders, read_metrics
+from eval.sample import Piece, Sample, coloured, pieces_of, samples
+from models.checkpoint import native
 from models.errors import UserError
+from models.target import Target
+from models.vocab import DraftVocab
 from tests.helpers.browser import available, browser
 
 HOSTILE = "<script>alert('x')</script>&\"quoted\""
@@ -294,6 +300,26 @@ def test_the_job_writes_the_page_and_tells_of_exports_that_cannot_answer(tmp_pat
     assert "Left out: sample=true" not in text
 
 
+def test_a_real_export_answers(tiny: Target, tmp_path: Path) -> None:
+    """Two runs of one drafter on one target: its tokens are those of plain decoding, and some were its proposals."""
+    model = {"_target_": "models.drafter.prompt_lookup.PromptLookupDrafter"}
+    drafter = native.build(model, tiny, DraftVocab(tiny.vocab_size))
+    place = {"name": tiny.name, "fingerprint": tiny.fingerprint, "load": {"source": "tiny"}}
+    folder = tmp_path / "run" / "export"
+    native.save(drafter, native.Export("lookup", model, place, 3, {}), drafter.vocab, folder, "card")
+    with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
+        asked = ["runs=x", "prompt='a, b, a, b, a, b,'", "decode.max_new_tokens=24", "target.device=cpu"]
+        options = plain(hydra.compose("report", overrides=asked))
+    (made,), lacking = samples([folder, folder, tmp_path / "none" / "export"], options)
+    assert lacking == ["none has no export (yet): nothing can answer for it."]
+    context = encode(tiny, "a, b, a, b, a, b,", "auto")
+    plainly = generate(tiny, [context], DecodeSettings(24)).token_ids[0]
+    assert "".join(piece.text for piece in made.pieces) == tiny.decode(plainly)
+    assert made.proposer == "lookup" and 0 < sum(piece.drafted for piece in made.pieces) < len(plainly)
+    page = html("here", Found([]), [made], lacking, asked=True)
+    assert f"of {len(plainly)} tokens proposed by lookup · {len(plainly)} tokens in" in page and "<mark" in page
+
+
 @pytest.mark.skipif(not available(), reason="no chromium and chromedriver (Debian: chromium chromium-driver)")
 def test_in_a_browser(tmp_path: Path) -> None:
     """No errors, no overflow on a phone, another look in the dark; pictures are kept in outputs/report."""
@@ -318,7 +344,8 @@ def test_in_a_browser(tmp_path: Path) -> None:
                 name = f"{'phone' if width == 390 else 'wide'}-{'dark' if dark else 'light'}.png"
                 shown.screenshot(ROOT.parent / "outputs" / "report" / name)
         assert shown.run("return performance.getEntriesByType('resource').length") == 0
-        sizes = "return [...document.querySelectorAll('figure svg text')].map(t => t.getBoundingClientRect().height)"
+        level = "[...document.querySelectorAll('figure svg text:not([transform])')]"
+        sizes = f"return {level}.map(text => text.getBoundingClientRect().height)"
         shown.open(path, 390, False)
         heights = [height for height in shown.run(sizes) if height]  # what is folded has none
         assert len(heights) > 50 and min(heights) > 9  # text in pictures stays legible on a phone
