@@ -87,7 +87,8 @@ def draft_lengths(shown: Sequence[Shown]) -> str:
     chains = [s for s in shown if s.numbers.get("tree") is None and rates_of(s.numbers)]
     if not chains:
         return said("Left out: no result is of chains that tell acceptance by position.", "lacking")
-    drawn, rows = [], []
+    drawn: list[str] = []
+    rows: list[list[str]] = []
     for temperature in temperatures(chains):
         expected: list[Series] = []
         speeds: list[Series] = []

@@ -166,7 +166,9 @@ def text_samples(samples: Sequence[Sample], lacking: Sequence[str], asked: bool)
 
 def provenance(found: Found) -> str:
     """How to make the same again: commands, versions, machine, data, and the whole configuration."""
-    origins = {"train/compare.py": (found.provenance, None)} if found.compared and found.provenance else {}
+    origins: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {}
+    if found.compared and found.provenance:
+        origins["train/compare.py"] = (found.provenance, None)
     origins |= {run.name: (run.provenance, run.data) for run in found.runs}
     told = {name: _flat_provenance(*both) for name, both in origins.items() if both[0] or both[1]}
     parts = [

@@ -9,7 +9,6 @@ import base64
 import json
 import shutil
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -79,7 +78,7 @@ class Browser:
             self._address + path, data, {"Content-Type": "application/json"}, method=method
         )
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{method} {path}: {error.read().decode()[:500]}") from error
@@ -102,7 +101,6 @@ def browser() -> Iterator[Browser]:
             yield opened
         finally:
             opened.close()
-            time.sleep(0.1)
     finally:
         driver.terminate()
         driver.wait(timeout=30)
