@@ -76,6 +76,12 @@ def refuse_unreadable(engine: str, format_name: str | None) -> None:
         raise UserError(f"engine={engine} does not read format={format_name}: choose {', '.join(read)}.")
 
 
+def samples(contexts: list[list[int]], count: int, seed: int) -> tuple[list[list[int]], list[int]]:
+    """Every context `count` times, and a seed for each."""
+    repeated = [context for context in contexts for _ in range(count)]
+    return repeated, [seed + i for i in range(len(repeated))]
+
+
 def room_for(max_new_tokens: int, num_speculative_tokens: int) -> int:
     """How many tokens a context must have behind a prompt, so that no draft is cut by its end.
 

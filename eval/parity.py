@@ -200,7 +200,7 @@ class Bench:
         return self._opened[key]
 
     def _compare(self, case: Case) -> dict[str, Any]:
-        from eval.engines import Task, point_masses, run_reference, run_transformers, vllm_runner
+        from eval.engines import Task, point_masses, run_reference, run_transformers, samples, vllm_runner
 
         opened, options = self._open(case), self.options
         contexts, seeds = samples(opened.contexts, 1 if case.temperature == 0 else options["samples"], options["seed"])
@@ -343,12 +343,6 @@ def open_export(folder: Path, format_name: str | None, options: dict[str, Any]) 
     if not contexts:
         raise UserError(f"No prompt leaves room for max_new_tokens={options['max_new_tokens']} in {target.name!r}.")
     return Opened(export, target, drafter, contexts, size)
-
-
-def samples(contexts: list[list[int]], count: int, seed: int) -> tuple[list[list[int]], list[int]]:
-    """Every context `count` times, and a seed for each."""
-    repeated = [context for context in contexts for _ in range(count)]
-    return repeated, [seed + i for i in range(len(repeated))]
 
 
 def at_zero(task: Task, ours: list[Counts], theirs: list[Counts], options: dict[str, Any]) -> dict[str, Any]:

@@ -298,8 +298,7 @@ def build(model: dict[str, Any], target: Target, vocab: DraftVocab) -> Any:
 
 def drafter_class(model: dict[str, Any]) -> type:
     """The class of the drafter that `model` describes. Raises UserError for anything but one of `models.drafter`."""
-    path = str(model.get("_target_"))
-    module, _, name = path.rpartition(".")
+    module, _, name = (path := str(model.get("_target_"))).rpartition(".")
     if not module.startswith(_HOME):
         raise UserError(f"The drafter's class {path!r} is not one of {_HOME}*.")
     try:

@@ -16,8 +16,8 @@ from rich.console import Console
 from conf.compose import ROOT
 from engine.settings import DecodeSettings
 from eval import engines, parity, provenance
-from eval.engines import Answers, Task
-from eval.parity import Case, cases, run, samples
+from eval.engines import Answers, Task, samples
+from eval.parity import Case, cases, run
 from eval.parity_table import print_parity
 from eval.rounds import VLLM, Counts, count, trace
 from models.checkpoint import native
