@@ -108,7 +108,7 @@ class _Check:
     @property
     def lengths(self) -> Tensor | None:
         """How long the chains are (B,); None: as long as was asked for."""
-        return self.ends if self.most < len(self.first.token_ids[0]) or (self.ends < self.most).any() else None
+        return None if bool((self.ends == self.first.token_ids.shape[1]).all()) else self.ends
 
     def finished(self, depth: int) -> bool:
         """Whether every request is at its end, or goes on with the rest of a full chain, unchecked."""

@@ -50,8 +50,6 @@ _LAYOUT = {
 }
 INSIDE = {"merged": ("name_or_path", "target"), "separate": ("adapter", "adapter")}  # arguments of load, and folders
 _HOME = "models.drafter."  # the only place that drafters are loaded from: a file cannot name code elsewhere
-
-
 _PLACE = ("source", "name_or_path", "dtype", "attn_implementation", "revision", "adapter")
 
 
@@ -298,7 +296,8 @@ def build(model: dict[str, Any], target: Target, vocab: DraftVocab) -> Any:
 
 def drafter_class(model: dict[str, Any]) -> type:
     """The class of the drafter that `model` describes. Raises UserError for anything but one of `models.drafter`."""
-    module, _, name = (path := str(model.get("_target_"))).rpartition(".")
+    path = str(model.get("_target_"))
+    module, _, name = path.rpartition(".")
     if not module.startswith(_HOME):
         raise UserError(f"The drafter's class {path!r} is not one of {_HOME}*.")
     try:

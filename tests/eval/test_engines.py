@@ -22,6 +22,7 @@ from eval.engines import (
     refuse_unreadable,
     run_reference,
     run_transformers,
+    samples,
     speculative_config,
     vllm_runner,
 )
@@ -124,6 +125,10 @@ def test_what_an_engine_cannot_do_is_refused(task: Task) -> None:
         run_transformers(replace(task, drafter=layers, folder=None, format=None))
     with pytest.raises(UserError, match=r"prefer=earliest"):
         PromptLookupDrafter(task.target, DraftVocab(12)).vllm_options(2)
+
+
+def test_samples_have_seeds_of_their_own() -> None:
+    assert samples([[1], [2, 3]], 2, 5) == ([[1], [1], [2, 3], [2, 3]], [5, 6, 7, 8])
 
 
 def test_vllms_settings(task: Task) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from conf.compose import ROOT
 from engine.settings import DecodeSettings
 from eval import engines, parity, provenance
-from eval.engines import Answers, Task, samples
+from eval.engines import Answers, Task
 from eval.parity import Case, cases, run
 from eval.parity_table import print_parity
 from eval.rounds import VLLM, Counts, count, trace
@@ -253,10 +253,6 @@ def test_equal_counts_of_drafts_that_are_never_accepted_show_nothing() -> None:
         judged = parity.at_zero(task, [counts] * 3, [counts] * 3, {"near_tie": 1e-3})
         assert judged["passed"] is bool(accepted)
         assert (judged["cause"] or "").startswith("" if accepted else "nothing was accepted")
-
-
-def test_samples_have_seeds_of_their_own() -> None:
-    assert samples([[1], [2, 3]], 2, 5) == ([[1], [1], [2, 3], [2, 3]], [5, 6, 7, 8])
 
 
 def test_the_table_shows_both_sides_where_they_differ() -> None:
