@@ -26,9 +26,10 @@ class CostAware(DraftLength):
     What a round costs is timed by length, acceptance is estimated from the drafter's confidence as rounds that were
     verified calibrate it, and both are kept from run to run for as long as this object lives. Of the time, one part in
     `explore` at most goes to lengths that were timed least. What is chosen because it promised most gives less than it
-    promised, so further tokens must promise `margin` more than their time would bring. A batch draws or stops together,
-    since a step costs the same for all. With `cost`, a draft step over a target step, nothing is timed and drafts can
-    be repeated.
+    promised, so tokens behind the first must promise `margin` more than their time would bring. The first is drawn
+    unless it is known not to be worth it, since where no draft begins nothing more is learnt of drafts. A batch draws
+    or stops together, since a step costs the same for all. With `cost`, a draft step over a target step, nothing is
+    timed and drafts can be repeated.
     """
 
     name: ClassVar[str] = "cost_aware"
@@ -48,7 +49,7 @@ class CostAware(DraftLength):
 
     def start(self, num_requests: int, most: int, drafter: Drafter) -> Lengths:
         """Go on with what is known of drafts of at most `most` tokens."""
-        return _CostAwareLengths(self._known.setdefault(most, _Known(self, most)))
+        return _CostAwareLengths(self._known.setdefault(most, _Known(self, most)), 1 + self.margin)
 
     def describe(self) -> dict[str, Any]:
         """Its settings, without what it has learnt."""
@@ -88,9 +89,8 @@ class _Pace:
         return length if self._unexplored >= self._policy.explore * self.costs.table()[length] else None
 
     def rate(self, num_requests: int) -> float:
-        """Tokens that a unit of cost must bring: as many as in the last rounds, or plain decoding, and the margin."""
-        usual = self._tokens / self._cost if self._cost else num_requests / self.costs.table()[0]
-        return usual * (1 + self._policy.margin)
+        """Tokens that a unit of cost brings: as many as in the last rounds, or in plain decoding."""
+        return self._tokens / self._cost if self._cost else num_requests / self.costs.table()[0]
 
     def after(self, made: Round, timed: bool) -> None:
         """Take in a round."""
@@ -105,8 +105,8 @@ class _Pace:
 
 
 class _CostAwareLengths(Lengths):
-    def __init__(self, known: _Known) -> None:
-        self._known = known
+    def __init__(self, known: _Known, ask_more: float) -> None:
+        self._known, self._ask_more = known, ask_more
         self._rule: _CostAwareRule | None = None
         self._caught_up = False  # the drafter's first draft reads the prompt as well, and is no measure
 
@@ -117,7 +117,7 @@ class _CostAwareLengths(Lengths):
         if forced is not None:
             return [min(limit, forced) for limit in limits]
         costs, rate = pace.costs.table(), pace.rate(len(requests))
-        gain = best_gain([1.0] * len(limits), limits, 0, worth.by_depth(), costs, rate)
+        gain = best_gain([1.0] * len(limits), limits, 0, worth.hoped(), costs, rate)
         return limits if gain > 0 else [0] * len(limits)
 
     def rule(self, requests: list[int], limits: list[int]) -> StopRule:
@@ -125,14 +125,14 @@ class _CostAwareLengths(Lengths):
         if pace.forced() is not None:
             self._rule = _CostAwareRule(self._known.worth, limits, None, 0.0)
         else:
-            self._rule = _CostAwareRule(self._known.worth, limits, pace.costs.table(), pace.rate(len(requests)))
+            rate = self._ask_more * pace.rate(len(requests))
+            self._rule = _CostAwareRule(self._known.worth, limits, pace.costs.table(), rate)
         return self._rule
 
     def after(self, made: Round) -> None:
         worth, rule = self._known.worth, self._rule
         for row, (drafted, accepted) in enumerate(zip(made.drafted, made.accepted, strict=True)):
-            if rule is not None and drafted:
-                worth.add(rule.confidence(row), accepted, drafted)
+            worth.add(rule.confidence(row) if rule is not None else [], accepted, drafted)
         self._known.pace(len(made.requests)).after(made, self._caught_up or not made.drawn)
         self._caught_up |= made.drawn > 0
 

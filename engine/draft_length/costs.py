@@ -93,7 +93,8 @@ class Worth:
     """Chances of acceptance: of a drawn token by the drafter's confidence in it, and of the next ones by their depth.
 
     What was counted fades by `memory` whenever something is added to it, so that it follows the text, and is kept where
-    nothing was tried. Only tested tokens count.
+    nothing was tried; but where no draft begins, nothing at all is learnt, so then what is known of the first token
+    fades as well, and as it does more may be hoped of it. Only tested tokens count.
     """
 
     def __init__(self, most: int, memory: float) -> None:
@@ -110,8 +111,15 @@ class Worth:
         """The chance that the token at each of N depths is accepted, once it is tested and before it is drawn."""
         return [(accepted + 0.5) / (tested + 1.0) for accepted, tested in self._by_depth]
 
+    def hoped(self) -> list[float]:
+        """`by_depth`, the first by a standard error higher, as in discounted UCB (Garivier & Moulines 2011)."""
+        first, *others = self.by_depth()
+        return [min(first + (first * (1 - first) / (self._by_depth[0][1] + 1.0)) ** 0.5, 1.0), *others]
+
     def add(self, confidence: list[float], accepted: int, drafted: int) -> None:
-        """Count a request's draft: `accepted` of `drafted` tokens, drawn with these confidences."""
+        """Count a request's draft: `accepted` of `drafted` tokens, drawn with these confidences; none may be drafted."""
+        if not drafted:
+            self._by_depth[0] = [self._memory * count for count in self._by_depth[0]]
         for depth in range(min(accepted + 1, drafted)):
             for counts in (self._by_chance[_bin(confidence[depth])], self._by_depth[depth]):
                 counts[0] = self._memory * counts[0] + (depth < accepted)

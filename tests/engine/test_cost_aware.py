@@ -63,6 +63,11 @@ def test_worth_counts_tested_tokens_by_confidence_and_by_depth() -> None:
     assert worth.by_depth() == pytest.approx([2.25 / 2.75, 1.5 / 2.5, 0.5])
     expected = [(1.5 + 4 * 0.92) / 5.5, (1 + 4 * 0.33) / 5.5, (1 + 4 * 0.05) / 5, 0.55]
     assert [worth.chance(confidence) for confidence in (0.92, 0.33, 0.05, 0.55)] == pytest.approx(expected)
+    assert worth.hoped() == pytest.approx([1.0, 1.5 / 2.5, 0.5])  # 0.82 + 0.23 is no chance
+    worth.add([], accepted=0, drafted=0)  # no draft: the first depth alone fades, from 1.75 of 1.75
+    assert worth.by_depth() == pytest.approx([1.375 / 1.875, 1.5 / 2.5, 0.5])
+    worth.add([0.2], accepted=0, drafted=1)  # 0.4375 of 1.4375
+    assert worth.hoped()[0] == pytest.approx(0.9375 / 2.4375 + (0.9375 * 1.5 / 2.4375**3) ** 0.5)
 
 
 def test_the_best_gain_is_that_of_a_loop_over_lengths() -> None:
@@ -118,14 +123,16 @@ def test_the_first_decisions_by_hand() -> None:
     # 0.9 → 4.6 / 5 = 0.92 · 0.75 = 0.69 > 0.63, then 0.92² · 0.75 = 0.635 > 0.632, then 0.92³ · 0.5 < 0.63
     answers = [rule.goes_on(torch.tensor([chance])).item() for chance in (0.9, 0.9, 0.9)]
     assert answers == [True, True, False]
-    assert CostAware(cost=0.6, margin=0).start(1, 4, DRAFTER).ask([0], [4]) == [0]
-    for margin, asked in ((0.6, [4]), (0.7, [0])):  # 0.5 against 0.3 · 1.6 and 0.3 · 1.7
-        assert CostAware(cost=0.3, margin=margin).start(1, 4, DRAFTER).ask([0], [4]) == asked
+    for cost, asked in ((0.9, [1]), (1.1, [0])):  # while nothing is known, the first is hoped to be accepted with 1
+        assert CostAware(cost=cost).start(1, 1, DRAFTER).ask([0], [1]) == asked
+    for margin, going in ((0.4, True), (0.6, False)):  # 0.9 · 0.5 against 0.3 · 1.4 and 0.3 · 1.6
+        rule = CostAware(cost=0.3, margin=margin).start(1, 2, DRAFTER).rule([0], [2])
+        assert rule.goes_on(torch.tensor([0.9])).item() == going
 
 
 def test_a_batch_draws_or_stops_together_as_far_as_there_is_room() -> None:
-    lengths = CostAware(cost=0.6, margin=0).start(2, 4, DRAFTER)
-    assert lengths.ask([0, 1], [4, 4]) == [0, 0]  # a rate of 2 tokens a step: 2 · 0.5 gained for 0.6 · 2
+    lengths = CostAware(cost=1.1, margin=0).start(2, 1, DRAFTER)
+    assert lengths.ask([0, 1], [1, 1]) == [0, 0]  # a rate of 2 tokens a step: 2 hoped for at 1.1 · 2
     lengths = CostAware(cost=0.4, margin=0).start(2, 4, DRAFTER)
     assert lengths.ask([0, 1], [4, 2]) == [4, 2]
     rule: Any = lengths.rule([0, 1], [4, 2])
@@ -166,6 +173,24 @@ def test_it_finds_the_best_length_without_being_told(step_s: float, disturbed: b
     assert np.mean(np.array(last) == BEST[step_s]) > 0.85
     gained = sum(rate(n) * (1 + step_s * n) for n in last) / sum(1 + step_s * n for n in last)
     assert gained > 0.98 * rate(BEST[step_s])
+
+
+@pytest.mark.parametrize("cost", [0.13, None])
+def test_bad_luck_does_not_end_drafting_and_a_useless_drafter_is_seldom_asked(cost: float | None) -> None:
+    """A first token worth 0.28 earns its 0.13 of a step; behind 40 that failed in a row it is drafted again."""
+    rng = np.random.default_rng(5)
+
+    def seconds(drawn: int) -> float:
+        return float((1 + 0.13 * drawn) * (1 + 0.05 * rng.random()))
+
+    def lucky(_: Any, drawn: int) -> int:
+        return int(rng.random() < next(luck)) if drawn else 0
+
+    luck = iter([0.0] * 40 + [0.28] * 900)
+    made = play(CostAware(cost=cost, explore=10**6), [[0.3]] * 940, 1, lucky, seconds)
+    assert np.mean(made[640:]) > 0.98
+    useless = play(CostAware(cost=cost, explore=10**6), [[0.3]] * 1000, 1, lambda _, drawn: 0, seconds)
+    assert 0.01 < np.mean(useless[100:]) < 0.1
 
 
 def test_what_was_learnt_is_kept_between_runs_for_each_greatest_length() -> None:
