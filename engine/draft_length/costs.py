@@ -117,7 +117,7 @@ class Worth:
         return [min(first + (first * (1 - first) / (self._by_depth[0][1] + 1.0)) ** 0.5, 1.0), *others]
 
     def add(self, confidence: list[float], accepted: int, drafted: int) -> None:
-        """Count a request's draft: `accepted` of `drafted` tokens, drawn with these confidences; none may be drafted."""
+        """Count a request's draft: `accepted` of `drafted` tokens, drawn with these confidences; none may be."""
         if not drafted:
             self._by_depth[0] = [self._memory * count for count in self._by_depth[0]]
         for depth in range(min(accepted + 1, drafted)):
