@@ -24,7 +24,7 @@ GROUPS_TO_ADD = ("drafter", "parity")  # groups without a default
 _NESTED = ("decode.draft_length",)  # groups within a section, which Hydra chooses from by decode/draft_length=NAME
 
 
-def main(config_name: str, job: Callable[[DictConfig], None]) -> None:
+def main(config_name: str, job: Callable[[DictConfig], Any]) -> None:
     """Run `job` with the configuration that `conf/<config_name>.yaml` and the command line make.
 
     A user's mistake ends the process with its sentence and exit code 2; anything unexpected with code 1, and its
@@ -38,11 +38,11 @@ def main(config_name: str, job: Callable[[DictConfig], None]) -> None:
     except UserError as error:
         _fail(str(error), 2)
 
-    def guarded(config: DictConfig) -> None:
+    def guarded(config: DictConfig) -> Any:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("models").setLevel(logging.INFO)  # what takes long while a target is fetched
         try:
-            job(config)
+            return job(config)
         except UserError as error:
             if config.get("debug"):
                 raise

@@ -7,6 +7,7 @@ has a `learn(batches)`, which is called once (`train.counting`).
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,14 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from data.answers import build_answers, context_ids, describe, open_answers
 from data.loader import StepBatches, step_loader
 from data.prompts import Prompt, PromptSource, SplitSizes, split_prompts
-from engine.loop import check_prompts, check_settings
+from engine.loop import check_prompts, check_settings, generate
 from eval.acceptance import write_report
 from eval.adapted import report
 from eval.table import draw, print_tables
 from models.checkpoint import detect, native
 from models.drafter import accelerate_drafter
 from models.errors import UserError
-from models.files import write_text
+from models.files import write_json, write_text
 from models.target import Target
 from models.vocab import DraftVocab
 from train.backbone import backbone_of
@@ -56,7 +57,7 @@ from train.settings import (
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Batches of answers, prompts of the other splits, and what the answers came from; without training, only test."""
+    """Batches of answers, prompts of the other splits, and what the answers came from; without training, only prompts."""
 
     batches: StepBatches | None
     validation: list[Prompt]
@@ -122,12 +123,12 @@ def prepare_data(options: Options, target: Target) -> Prepared:
     data = options["data"]
     sizes = SplitSizes(**data["sizes"])
     if not is_trained(options):
-        sizes = SplitSizes(0, 0, sizes.test)
+        sizes = SplitSizes(0, sizes.validation if options["measure"]["validation"] else 0, sizes.test)
     source: PromptSource = instantiate(data["source"], _convert_="all")
     splits = split_prompts(source.prompts(target, sizes.total, options["seed"]), sizes)
     check_prompts(target, [context_ids(target, prompt) for prompt in splits["validation"] + splits["test"]])
     if not is_trained(options):
-        return Prepared(None, [], splits["test"], None)
+        return Prepared(None, splits["validation"], splits["test"], None)
     settings = answer_settings(options)
     manifest = describe(target, splits["train"], settings)
     if data["reuse"]:
@@ -159,14 +160,17 @@ def build_drafter(options: Options, target: Target, batches: StepBatches | None)
     return drafter
 
 
-def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Path) -> None:
-    """Train, measuring val/block_efficiency in the engine, and leave the weights that were best at that."""
+def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Path, logger: Any) -> float | None:
+    """Train, measuring val/block_efficiency in the engine, and leave the weights that were best at that.
+
+    Returns the best; None where training is no matter of steps, and nothing was measured.
+    """
     assert data.batches is not None
     settings, module = options["fit"], _training_module(options, target, drafter)
     per_step = options["trainer"]["accumulate_grad_batches"]
     if hasattr(module, "learn"):
         module.learn(data.batches)
-        return
+        return None
     if settings["hidden_states"] == "cached":
         module.cache_states(data.batches, Path(options["data"]["folder"]), per_step)
     checkpoints = run / "checkpoints"
@@ -177,7 +181,7 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
     resume = checkpoints / "last.ckpt"
     last = LastCheckpoint(resume, settings["checkpoint_every"])
     trainer = _trainer(
-        options, target, run, [TrainingRecord(run / "training.json"), measured, TrainingProgress(measured), last]
+        options, target, run, [TrainingRecord(run / "training.json"), measured, TrainingProgress(measured), last], logger
     )
     if not resume.exists():
         for name, text in (module.start(data.batches) or {}).items():
@@ -190,6 +194,7 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
             raise KeyboardInterrupt from None
         raise
     module.load_kept_state(native.read_tensors(measured.best))
+    return measured.best_score
 
 
 def _training_module(options: Options, target: Target, drafter: Any) -> Any:
@@ -197,21 +202,27 @@ def _training_module(options: Options, target: Target, drafter: Any) -> Any:
     return instantiate(settings, drafter, target, max_steps=options["fit"]["max_steps"], seed=options["seed"])
 
 
-def _trainer(options: Options, target: Target, run: Path, callbacks: list[lightning.Callback]) -> lightning.Trainer:
+def open_logger(options: Options, run: Path) -> Any:
+    """What takes the run's metrics. One that has `begin` is told of the whole run, and not of training alone."""
+    try:
+        return instantiate(options["logger"], save_dir=str(run))
+    except ModuleNotFoundError as error:
+        raise UserError('logger=wandb needs a package: pip install "draftsmith[wandb]".') from error
+
+
+def _trainer(
+    options: Options, target: Target, run: Path, callbacks: list[lightning.Callback], logger: Any = False
+) -> lightning.Trainer:
     """Lightning's trainer on the target's device; checkpoints and progress are the callbacks' business."""
     on_gpu = target.device.type == "cuda"
     place = {"accelerator": "gpu", "devices": [target.device.index or 0]} if on_gpu else {"accelerator": "cpu"}
-    try:
-        logger = instantiate(options["logger"], save_dir=str(run))
-    except ModuleNotFoundError as error:
-        raise UserError('logger=wandb needs a package: pip install "draftsmith[wandb]".') from error
     try:
         return lightning.Trainer(
             **{**options["trainer"], **place},
             max_steps=options["fit"]["max_steps"],
             max_epochs=-1,
             logger=logger,
-            callbacks=[*callbacks, LearningRateMonitor("step")],
+            callbacks=[*callbacks, *([LearningRateMonitor("step")] if logger else [])],
             plugins=[AtomicCheckpoints()],
             default_root_dir=run,
             use_distributed_sampler=False,
@@ -228,27 +239,51 @@ def _steps_done(checkpoint: Path) -> int:
     return int(AtomicCheckpoints().load_checkpoint(checkpoint)["global_step"]) if checkpoint.exists() else 0
 
 
-def run_job(options: Options, run: Path) -> None:
-    """Everything from prompts to the acceptance table, in the folder `run`."""
+def _validate(
+    options: Options, target: Target, drafter: Any, prompts: list[Prompt], tree: Options | None, logger: Any
+) -> float:
+    """val/block_efficiency of a finished drafter that was not trained by steps."""
+    contexts = [context_ids(target, prompt) for prompt in prompts[: options["fit"]["validation_prompts"]]]
+    stats = generate(target, contexts, measured_settings(options, 0.0, tree), drafter).stats
+    if hasattr(logger, "begin"):
+        values = {"val/block_efficiency": stats.block_efficiency, "val/acceptance_rate": stats.acceptance_rate}
+        logger.log_metrics(values, step=0)
+    return stats.block_efficiency
+
+
+def _score(run: Path) -> float | None:
+    path = run / "validation.json"
+    return float(json.loads(path.read_text())["block_efficiency"]) if path.exists() else None
+
+
+def run_job(options: Options, run: Path) -> float | None:
+    """Everything from prompts to the acceptance table, in the folder `run`.
+
+    Returns the best val/block_efficiency, which `validation.json` keeps; None where no validation was asked for.
+    """
     check(options)
     record(options, run)
     quiet_lightning()
-    folder = run / "export"
+    folder, logger = run / "export", open_logger(options, run)
+    tracked = hasattr(logger, "begin")
     if (run / "acceptance.json").exists():
         before = measured_before((folder / "README.md").read_text())
         print(f"this run is finished; to train again choose another run_name, or delete {run}\n{before}")
         print(f"in another engine's format: python train/export.py export={folder} format=NAME")
-        return
+        if tracked:
+            logger.again(_score(run))
+        return _score(run)
     original = open_target(options)
     print(f"target {original.name!r}, run folder {run}")
     target = adapt(options, original)
     rehearse(options, target, run)
+    if tracked:
+        logger.begin(options)
     data = prepare_data(options, original)
     if data.manifest is not None:
         record_data(data.manifest, run)
     drafter = build_drafter(options, target, data.batches)
-    if data.batches is not None:
-        fit(options, target, drafter, data, run)
+    score = None if data.batches is None else fit(options, target, drafter, data, run, logger)
     drafter.eval()
     described = export(options, target, drafter, data.validation, data.manifest, folder)
     target = native.target_of(folder, original, options["target"]["trust_remote_code"])
@@ -256,6 +291,10 @@ def run_job(options: Options, run: Path) -> None:
     check_parity(target, drafter, loaded, data.test, measured_settings(options, 0.0, described.tree))
     target.accelerate()  # not before, nor the drafter: what was trained had not the fast routes of its own target
     accelerate_drafter(loaded)
+    if score is None and data.validation:
+        score = _validate(options, target, loaded, data.validation, described.tree, logger)
+    if score is not None:
+        write_json(run / "validation.json", {"block_efficiency": score})
     measured = measure_export(options, target, loaded, data.test, described.tree)
     print_tables(measured)
     if (adapted := report(described.target)) is not None:
@@ -263,5 +302,8 @@ def run_job(options: Options, run: Path) -> None:
     write_text(folder / "README.md", model_card(described, measured))
     export_formats(options, target, drafter, native.read(folder), figures(measured), data.test, run)
     draw(measured, run / "acceptance.png")
+    if tracked:
+        logger.finish(options, measured, described, score)
     write_report(options, measured, run, [described])
     print(f"export: {folder}\nmeasure it on other prompts: python eval/acceptance.py export={folder}")
+    return score

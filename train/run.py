@@ -15,8 +15,8 @@ from conf.compose import choices, main, plain
 from models.errors import UserError
 
 
-def job(config: DictConfig) -> None:
-    """The main job; see `train.pipeline.run_job`."""
+def job(config: DictConfig) -> float | None:
+    """The main job; see `train.pipeline.run_job`. Hydra's sweepers compare runs by what it returns."""
     if "drafter" not in config:
         listed = "\n".join(f"  +drafter={name:<12} {what}" for name, what in choices("drafter").items())
         raise UserError(f"Say which drafter to train:\n{listed}")
@@ -24,7 +24,7 @@ def job(config: DictConfig) -> None:
     from train import pipeline, settings  # torch, lightning and transformers: only once the command line is right
 
     options = settings.with_start(settings.with_tree(options))
-    pipeline.run_job(options, settings.run_folder(options))
+    return pipeline.run_job(options, settings.run_folder(options))
 
 
 if __name__ == "__main__":
