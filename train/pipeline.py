@@ -181,7 +181,11 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
     resume = checkpoints / "last.ckpt"
     last = LastCheckpoint(resume, settings["checkpoint_every"])
     trainer = _trainer(
-        options, target, run, [TrainingRecord(run / "training.json"), measured, TrainingProgress(measured), last], logger
+        options,
+        target,
+        run,
+        [TrainingRecord(run / "training.json"), measured, TrainingProgress(measured), last],
+        logger,
     )
     if not resume.exists():
         for name, text in (module.start(data.batches) or {}).items():
