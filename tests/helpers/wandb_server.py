@@ -1,4 +1,4 @@
-"""A stand-in for W&B's server, on loopback: it answers what `wandb sweep` and `wandb agent` ask, and hands out trials."""
+"""A stand-in for W&B's server, on loopback: it answers `wandb sweep` and `wandb agent`, and hands out trials."""
 
 from __future__ import annotations
 
