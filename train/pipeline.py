@@ -57,7 +57,7 @@ from train.settings import (
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Batches of answers, prompts of the other splits, and what the answers came from; without training, only prompts."""
+    """Batches of answers, prompts of the other splits, and the answers' origin; without training, only prompts."""
 
     batches: StepBatches | None
     validation: list[Prompt]

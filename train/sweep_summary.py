@@ -106,9 +106,8 @@ def write(trials: list[Trial], about: dict[str, Any], folder: Path) -> None:
     if (best := trials[0]).block_efficiency is not None:
         draw(trials, folder / "sweep.png")
         chosen = " ".join(f"{name}={value}" for name, value in best.settings.items())
-        print(
-            f"best: τ {best.block_efficiency:.3f} with {chosen}\nits export: {folder / 'trials' / best.folder / 'export'}"
-        )
+        print(f"best: τ {best.block_efficiency:.3f} with {chosen}")
+        print(f"its export: {folder / 'trials' / best.folder / 'export'}")
 
 
 def draw(trials: list[Trial], path: Path) -> None:

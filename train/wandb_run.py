@@ -80,7 +80,7 @@ class WandbRun(WandbLogger):
         self._close()
 
     def again(self, score: float | None) -> None:
-        """A finished run was asked for once more: a W&B run that is not this folder's, as a sweep's, gets its figures."""
+        """Of a run that was finished before: its figures go to a W&B run that is not this folder's, as a sweep's."""
         if self.run_id != self.known().get("id"):
             self.experiment.config.update({"finished_in": self.known().get("id")}, allow_val_change=True)
             self.summarize(json.loads((self.run / "acceptance.json").read_text())["results"], score)
