@@ -18,7 +18,8 @@ from train.search_space import trial_name
 
 def job(config: DictConfig) -> float:
     """Make the run, and return its val/block_efficiency. Where it fails, why is kept in failed.txt of its folder."""
-    trials, overrides = Path(config.output_root), list(HydraConfig.get().overrides.task)
+    trials = Path(config.output_root)
+    overrides = sorted(HydraConfig.get().overrides.task, key=lambda o: not o.startswith("+"))  # the drafter comes first
     names = json.loads((trials.parent / "sweep.json").read_text())["parameters"]
     given = dict(override.partition("=")[::2] for override in overrides)
     folder = trials / trial_name({name: given[name] for name in names})
