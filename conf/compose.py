@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from conf.help import text as help_text
 from models.errors import UserError
 
 ROOT = Path(__file__).parent
-GROUPS_TO_ADD = ("drafter", "parity")  # groups without a default
+GROUPS_TO_ADD = {"train": ("drafter",), "parity": ("parity",)}  # groups without a default, by configuration
 _NESTED = ("decode.draft_length",)  # groups within a section, which Hydra chooses from by decode/draft_length=NAME
 
 
@@ -31,10 +33,14 @@ def main(config_name: str, job: Callable[[DictConfig], Any]) -> None:
     traceback under `debug=true`; an interruption with 130.
     """
     sys.argv[1:] = _with_choices(sys.argv[1:])
-    arguments = [a for a in sys.argv[1:] if not a.startswith("-")]
+    given = get_args_parser().parse_args(sys.argv[1:])
+    if given.help:
+        document, added = sys.modules[job.__module__].__doc__ or "", GROUPS_TO_ADD.get(config_name, ())
+        print(help_text(ROOT, config_name, document, given.overrides, added))
+        return
     try:
-        if not {"-m", "--multirun"}.intersection(sys.argv):  # there, a value may be a list of values to try
-            explain_overrides(config_name, arguments)
+        if not given.multirun:  # there, a value may be a list of values to try
+            explain_overrides(config_name, given.overrides)
     except UserError as error:
         _fail(str(error), 2)
 
@@ -133,7 +139,7 @@ def _composing() -> Iterator[None]:
 def _reason(override: str, error: Exception, known: list[str]) -> str:
     key = re.split(r"[=@]", override.lstrip("+~"))[0]
     text = str(error)
-    if key in GROUPS_TO_ADD and not override.startswith("+"):
+    if any(key in groups for groups in GROUPS_TO_ADD.values()) and not override.startswith("+"):
         return f"Write +{override}: {key!r} is added, not overridden."
     if "is not in struct" in text or "Could not override" in text or "Could not find" in text:
         return f"There is no setting {key!r}.{_nearest(key, known)}"

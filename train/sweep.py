@@ -34,7 +34,7 @@ def job(config: DictConfig) -> None:
     if family in (None, "null"):
         listed = "\n".join(f"  sweep={name:<22} {what}" for name, what in choices("sweep").items())
         raise UserError(f"Say which drafter's settings to search:\n{listed}")
-    options = plain(OmegaConf.masked_copy(config, [key for key in config if key != "sweep"]))
+    options = plain(OmegaConf.masked_copy(config, [str(key) for key in config if key != "sweep"]))
     from train.search_space import read
 
     space = read(CONF / "sweep" / f"{family}.yaml")
@@ -76,7 +76,7 @@ def check(options: dict[str, Any], settings: list[str], space: Any) -> None:
     for missing in (s.split("${oc.env:")[1].split("}")[0] for s in settings if "${oc.env:" in s):
         if missing not in os.environ:
             raise UserError(
-                f"The search space reads {missing} from the environment: {missing}=FOLDER before the command."
+                f"The search space reads {missing} from the environment: put {missing}=FOLDER in front of the command."
             )
 
 

@@ -16,6 +16,11 @@ from models.checkpoint import native
 from models.files import write_json
 
 Options = dict[str, Any]
+_OF_A_PROMPT = (
+    "drafter", "temperature", "prompt", "category", "rounds", "drafted", "tested", "accepted", "tokens",
+    "block_efficiency", "acceptance_rate", "plain_s", "speculative_s", "speedup",
+)  # fmt: skip
+_OF_A_POSITION = ("drafter", "temperature", "position", "drafts", "tested", "accepted", "joint", "conditional")
 _STARTS = ("export", "first_export", "second_export")  # settings of drafters that are made of other exports
 
 
@@ -151,10 +156,8 @@ class WandbRun(WandbLogger):
             print(f"W&B was offline: wandb sync {folder}")
 
 
-def _prompts(results: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+def _prompts(results: list[dict[str, Any]]) -> tuple[list[str | int], list[list[Any]]]:
     """Columns and rows, one for each prompt and temperature."""
-    columns = ["drafter", "temperature", "prompt", "category", "rounds", "drafted", "tested", "accepted", "tokens"]
-    columns += ["block_efficiency", "acceptance_rate", "plain_s", "speculative_s", "speedup"]
     rows = []
     for r in results:
         c = r["counts"]
@@ -168,19 +171,18 @@ def _prompts(results: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]
                     c["plain_s"][i], c["speculative_s"][i], plain / speculative,
                 ]
             )  # fmt: skip
-    return columns, rows
+    return [*_OF_A_PROMPT], rows
 
 
-def _positions(results: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+def _positions(results: list[dict[str, Any]]) -> tuple[list[str | int], list[list[Any]]]:
     """Columns and rows, one for each position of a draft and temperature."""
-    columns = ["drafter", "temperature", "position", "drafts", "tested", "accepted", "joint", "conditional"]
     rows = []
     for r in results:
-        sums = [[sum(column) for column in zip(*r["counts"][key], strict=True)] for key in columns[3:6]]
+        sums = [[sum(column) for column in zip(*r["counts"][key], strict=True)] for key in _OF_A_POSITION[3:6]]
         for i, (drafts, tested, accepted) in enumerate(zip(*sums, strict=True)):
             rates = (r["acceptance_per_position"][i], r["conditional_acceptance"][i])
             rows.append([r["drafter"], r["temperature"], i + 1, drafts, tested, accepted, *rates])
-    return columns, rows
+    return [*_OF_A_POSITION], rows
 
 
 def _over(numerator: float, denominator: float) -> float | None:

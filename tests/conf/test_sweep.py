@@ -29,10 +29,10 @@ def test_every_value_of_every_parameter_composes(family: str) -> None:
     with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
         usual = hydra.compose("train", overrides=list(space.settings))
         for i in range(max(len(p.examples) for p in space.parameters)):
-            given = {p: p.examples[i % len(p.examples)] for p in space.parameters}
-            overrides = [p.override(value) for p, value in given.items()]
+            given = [(p, p.examples[i % len(p.examples)]) for p in space.parameters]
+            overrides = [p.override(value) for p, value in given]
             config = hydra.compose("train", overrides=[*space.settings, *overrides])
-            for parameter, value in given.items():
+            for parameter, value in given:
                 taken = OmegaConf.select(config, parameter.name)
                 assert taken == (pytest.approx(value) if isinstance(value, float) else value), parameter.name
                 before = OmegaConf.select(usual, parameter.name)

@@ -62,8 +62,12 @@ class _Handler(BaseHTTPRequestHandler):
     server: SweepServer
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        body = json.dumps({"data": self.server.answer(asked["query"], asked.get("variables") or {})}).encode()
+        content = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if self.path == "/graphql":
+            asked = json.loads(content)
+            body = json.dumps({"data": self.server.answer(asked["query"], asked.get("variables") or {})}).encode()
+        else:  # what it reports of itself
+            body = b"{}"
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

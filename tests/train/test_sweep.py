@@ -63,7 +63,7 @@ def test_a_failed_trial_is_kept_and_named(tmp_path: Path) -> None:
         (["overrides=['drafter.model.max_ngram=2']"], "drafter.model.max_ngram is searched"),
         (["overrides=['drafter.model.max_ngrm=2']"], "Did you mean 'drafter.model.max_ngram'?"),
         (["fit.max_step=2"], "Did you mean 'fit.max_steps'?"),
-        (["sweep=cascade"], "put DRAFT_EXPORT=FOLDER in front."),
+        (["sweep=cascade"], "put DRAFT_EXPORT=FOLDER in front of the command."),
     ],
 )
 def test_a_mistake_is_answered_before_any_trial(arguments: list[str], sentence: str, tmp_path: Path) -> None:
