@@ -22,7 +22,10 @@ from conf.help import text as help_text
 from models.errors import UserError
 
 ROOT = Path(__file__).parent
-GROUPS_TO_ADD = {"train": ("drafter",), "parity": ("parity",)}  # groups without a default, by configuration
+GROUPS_TO_ADD = {
+    "train": ("experiment", "drafter"),
+    "parity": ("parity",),
+}  # groups without a default, by configuration
 _NESTED = ("decode.draft_length",)  # groups within a section, which Hydra chooses from by decode/draft_length=NAME
 
 
