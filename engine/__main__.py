@@ -59,6 +59,8 @@ def job(config: DictConfig, prompt: str | None = None) -> None:
     prompt = options["prompt"] if prompt is None else prompt
     if prompt is None:
         raise UserError('Say what to answer: python -m engine "PROMPT" drafter=outputs/RUN/export')
+    if options["beams"] is not None and options["remember"]:
+        raise UserError("remember=true learns from an answer, and beams give several: leave one of them out.")
     from engine.beam import beam_search
     from engine.beam_step import BeamSettings
     from engine.loop import generate

@@ -166,6 +166,10 @@ def print_report(rows: list[dict[str, Any]]) -> None:
             cells = [interval(row["by_category"][name][key]) for name in categories]
             table.add_row(row["name"], f"{row['drafted_per_round']:.2f}", f"{row['block_efficiency']:.2f}", *cells)
         console.print(table)
+    parted = [row for row in rows if row["identical_to_plain"] < row["prompts"]]
+    names = ", ".join(f"{row['name']} {row['identical_to_plain']} of {row['prompts']}" for row in parted)
+    told = f"all but for {names}" if parted else "all, of every way"
+    console.print(f"Answers identical to plain decoding: {told}.", style="bold red" if parted else None)
     console.print(
         "drafted: tokens per round that could be accepted. Ratios of seconds per token, all ways in turns [95% "
         "bootstrap interval over prompts]. The best fixed length was chosen on these prompts, which flatters it.",

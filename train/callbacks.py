@@ -23,6 +23,8 @@ from engine.settings import DecodeSettings
 from models.files import replacing, write_json, write_tensors
 from models.target import Target
 
+_LINUX = Path("/proc/self")
+
 
 class BlockEfficiency(lightning.Callback):
     """Answers the validation prompts in the engine every `every` steps and after the last, and keeps the best drafter.
@@ -102,6 +104,9 @@ class TrainingRecord(lightning.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._seconds, self._tokens = state_dict["seconds"], state_dict["tokens"]
 
+    def on_train_start(self, *args: Any, **kwargs: Any) -> None:
+        _forget_peak_memory()
+
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
         self._started = time.perf_counter()
 
@@ -122,10 +127,21 @@ class TrainingRecord(lightning.Callback):
         write_json(self.path, found)
 
 
+def _forget_peak_memory() -> None:
+    """Let `_peak_memory_bytes` begin anew, where the system can: on the GPU, and under Linux."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    elif _LINUX.exists():
+        (_LINUX / "clear_refs").write_text("5")
+
+
 def _peak_memory_bytes() -> int:
-    """The most that this process has held so far: on the GPU where there is one, else resident in memory."""
+    """The most that was held since `_forget_peak_memory`: on the GPU where there is one, else resident in memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
+    if _LINUX.exists():
+        (line,) = (s for s in (_LINUX / "status").read_text().splitlines() if s.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -112,7 +112,10 @@ class MultiToken(LawMatching):
 
     @property
     def _trained(self) -> list[nn.Parameter]:
-        return [p for p in self.parameters() if p.requires_grad]
+        """All that is trained; last what the tasks' weights learn, which no two tasks share."""
+        weights = list(self.weights.parameters())
+        apart = {id(p) for p in weights}
+        return [p for p in self.parameters() if p.requires_grad and id(p) not in apart] + weights
 
     def _from_gradients(
         self, tasks: _Tasks, step: int, base: Tensor | None = None, weight: float = 1.0
@@ -129,7 +132,9 @@ class MultiToken(LawMatching):
         if base is not None:
             found, value = [_gradients(base, self._trained, retain_graph=True), *own], value + base.detach()
         orders = random_orders(len(found), self.seed, step) if self.projection else [[] for _ in found]
-        gradients, conflict_rate = projected(found, orders)
+        shared = len(self._trained) - len(list(self.weights.parameters()))
+        gradients, conflict_rate = projected([task[:shared] for task in found], orders)
+        gradients += projected([task[shared:] for task in found], [[] for _ in found])[0]
         if self.projection:
             told["conflict_rate"] = torch.tensor(conflict_rate)
         return with_gradients(value, self._trained, gradients), told

@@ -119,16 +119,17 @@ def _started(options: Options, target: Target, vocab: DraftVocab) -> Any:
 
 
 def prepare_data(options: Options, target: Target) -> Prepared:
-    """Collect prompts, split them, and let the target answer those for training, if there is any."""
+    """Collect prompts, split them, and let the target answer those for training, if there is any.
+
+    All are collected for a drafter without training too, so that it is measured on the same ones as the others.
+    """
     data = options["data"]
     sizes = SplitSizes(**data["sizes"])
-    if not is_trained(options):
-        sizes = SplitSizes(0, sizes.validation if options["measure"]["validation"] else 0, sizes.test)
     source: PromptSource = instantiate(data["source"], _convert_="all")
     splits = split_prompts(source.prompts(target, sizes.total, options["seed"]), sizes)
     check_prompts(target, [context_ids(target, prompt) for prompt in splits["validation"] + splits["test"]])
     if not is_trained(options):
-        return Prepared(None, splits["validation"], splits["test"], None)
+        return Prepared(None, splits["validation"] if options["measure"]["validation"] else [], splits["test"], None)
     settings = answer_settings(options)
     manifest = describe(target, splits["train"], settings)
     if data["reuse"]:

@@ -16,7 +16,7 @@ from engine.draft_length.policy import DraftLength, Lengths, Round, check_number
 from models.chain_drafting import StopRule
 from models.types import Drafter
 
-_FIRST_ROUNDS = 2  # timed of every length, before costs are believed
+_FIRST_ROUNDS = 2  # of every length, before costs are believed
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class CostAware(DraftLength):
     promised, so tokens behind the first must promise `margin` more than their time would bring. The first is drawn
     unless it is known not to be worth it, since where no draft begins nothing more is learnt of drafts. A batch draws
     or stops together, since a step costs the same for all. With `cost`, a draft step over a target step, nothing is
-    timed and drafts can be repeated.
+    timed, every run begins anew, and drafts can be repeated.
     """
 
     name: ClassVar[str] = "cost_aware"
@@ -48,8 +48,11 @@ class CostAware(DraftLength):
         check_number("memory", self.memory, 0, 1)
 
     def start(self, num_requests: int, most: int, drafter: Drafter) -> Lengths:
-        """Go on with what is known of drafts of at most `most` tokens."""
-        return _CostAwareLengths(self._known.setdefault(most, _Known(self, most)), 1 + self.margin)
+        """Go on with what is known of drafts of at most `most` tokens; with a given cost, begin anew."""
+        known = _Known(self, most)
+        if self.cost is None:
+            known = self._known.setdefault(most, known)
+        return _CostAwareLengths(known, 1 + self.margin)
 
     def describe(self) -> dict[str, Any]:
         """Its settings, without what it has learnt."""
@@ -76,15 +79,16 @@ class _Pace:
 
     def __init__(self, policy: CostAware, most: int) -> None:
         self._policy, self.costs = policy, RoundCosts(most, policy.cost)
+        self._tried = [0] * (most + 1)  # rounds of each length that were timed, or had to try it
         self._tokens, self._cost = 0.0, 0.0
         self._unexplored = 0.0  # cost of the rounds since the last that tried a length
 
-    def forced(self) -> int | None:
-        """The length that this round has to try, if any."""
+    def forced(self, limit: int) -> int | None:
+        """The length, up to `limit`, that this round has to try, if any."""
         if self._policy.cost is not None:
             return None
-        length = self.costs.least_known()
-        if self.costs.counts[length] < _FIRST_ROUNDS:
+        length = max(range(limit + 1), key=lambda n: (-self._tried[n], n))
+        if self._tried[length] < _FIRST_ROUNDS:
             return length
         return length if self._unexplored >= self._policy.explore * self.costs.table()[length] else None
 
@@ -92,9 +96,9 @@ class _Pace:
         """Tokens that a unit of cost brings: as many as in the last rounds, or in plain decoding."""
         return self._tokens / self._cost if self._cost else num_requests / self.costs.table()[0]
 
-    def after(self, made: Round, timed: bool) -> None:
-        """Take in a round."""
-        forced = self.forced() is not None
+    def after(self, made: Round, timed: bool, forced: bool) -> None:
+        """Take in a round, and whether it had to try a length."""
+        self._tried[made.drawn] += timed or forced
         if timed and self._policy.cost is None:
             self.costs.add(made.drawn, made.seconds)
         if timed or self._policy.cost is not None:
@@ -108,12 +112,14 @@ class _CostAwareLengths(Lengths):
     def __init__(self, known: _Known, ask_more: float) -> None:
         self._known, self._ask_more = known, ask_more
         self._rule: _CostAwareRule | None = None
+        self._forced = False  # to try a length in this round
         self._caught_up = False  # the drafter's first draft reads the prompt as well, and is no measure
 
     def ask(self, requests: list[int], limits: list[int]) -> list[int]:
         self._rule = None
         pace, worth = self._known.pace(len(requests)), self._known.worth
-        forced = pace.forced()
+        forced = pace.forced(max(limits))
+        self._forced = forced is not None
         if forced is not None:
             return [min(limit, forced) for limit in limits]
         costs, rate = pace.costs.table(), pace.rate(len(requests))
@@ -122,7 +128,7 @@ class _CostAwareLengths(Lengths):
 
     def rule(self, requests: list[int], limits: list[int]) -> StopRule:
         pace = self._known.pace(len(requests))
-        if pace.forced() is not None:
+        if self._forced:
             self._rule = _CostAwareRule(self._known.worth, limits, None, 0.0)
         else:
             rate = self._ask_more * pace.rate(len(requests))
@@ -133,7 +139,7 @@ class _CostAwareLengths(Lengths):
         worth, rule = self._known.worth, self._rule
         for row, (drafted, accepted) in enumerate(zip(made.drafted, made.accepted, strict=True)):
             worth.add(rule.confidence(row) if rule is not None else [], accepted, drafted)
-        self._known.pace(len(made.requests)).after(made, self._caught_up or not made.drawn)
+        self._known.pace(len(made.requests)).after(made, self._caught_up or not made.drawn, self._forced)
         self._caught_up |= made.drawn > 0
 
 

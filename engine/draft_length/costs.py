@@ -63,10 +63,6 @@ class RoundCosts:
         ratios = [seconds / _lower_median(self._timed[n]) for n, seconds in rounds if n != drawn]
         return _lower_median(ratios) if 2 * len(ratios) >= _NEIGHBOURS else None
 
-    def least_known(self) -> int:
-        """The length that was timed least often, the longest of several."""
-        return max(range(len(self.counts)), key=lambda n: (-self.counts[n], n))
-
     def table(self) -> list[float]:
         """The cost of a round with 0, 1, .. drawn tokens. Raises ValueError where nothing was timed."""
         if self._table is None:

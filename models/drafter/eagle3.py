@@ -21,7 +21,7 @@ from models.state_feedback import FeedbackDrafter
 from models.target import Target
 from models.vocab import DraftVocab
 
-_SHARPNESS = 2.0  # a row's score for itself at the start, over sqrt(head_dim): the other rows' are some 0
+_SHARPNESS = 8.0  # a row's mean score for itself at the start, over sqrt(head_dim): the other rows' are some 0
 
 
 def published_layers(num_layers: int) -> tuple[int, ...]:
@@ -130,9 +130,10 @@ class Eagle3Drafter(FeedbackDrafter):
     def start_layers(self, weight: Tensor, read: Tensor) -> None:
         """Begin by adding to h nearly `weight` (D, 2·D) · what the row reads; `read` (2·D, 2·D) are its second moments.
 
-        Queries and keys start as one random projection of what is read, made white, so that a row attends to itself;
-        values as the linear map, or as its largest principal components where there are fewer of them than D. Nothing
-        else adds anything yet.
+        The first query head of each key head attends to its own row: its queries, and the keys, start as one random
+        projection of what is read, made white. Values are the linear map, or its largest principal components where
+        they are fewer than D. The other query heads are left as they were made, since heads that start alike stay
+        alike, and nothing else adds anything yet.
         """
         size, attention = len(weight), self.stack.layers[0].self_attn
         assert isinstance(attention, Attention) and attention.head_dim is not None
@@ -147,10 +148,12 @@ class Eagle3Drafter(FeedbackDrafter):
         for layer in self.stack.layers:
             layer.self_attn.o_proj.weight.zero_()  # type: ignore[union-attr, operator]
             layer.mlp.down_proj.weight.zero_()  # type: ignore[union-attr, operator]
+        heads = torch.arange(groups * width).view(-1, groups, attention.head_dim)  # rows of queries by key head
+        first = heads[:, 0].flatten()
         attention.k_proj.weight.copy_(keys)
-        attention.q_proj.weight.copy_(_repeated(keys, attention.head_dim, groups))
         attention.v_proj.weight.copy_(kept.t() @ weight)
-        attention.o_proj.weight.copy_(_repeated(kept.t(), attention.head_dim, groups).t() / groups)
+        attention.q_proj.weight[first] = keys.to(attention.q_proj.weight)
+        attention.o_proj.weight[:, first] = kept.to(attention.o_proj.weight)
 
     def feed_back(self, hidden: Tensor) -> Tensor:
         """The output itself, as published, or what the head reads of it."""
@@ -163,8 +166,3 @@ class Eagle3Drafter(FeedbackDrafter):
     def logit_parameters(self, step: int = 0) -> list[nn.Parameter]:
         """The final norm and the head."""
         return [*self.norm.parameters(), *self.lm_head.parameters()]
-
-
-def _repeated(rows: Tensor, head_dim: int, groups: int) -> Tensor:
-    """The rows (key heads · head_dim, ·) of key heads, each head's `groups` times: (heads · head_dim, ·)."""
-    return rows.unflatten(0, (-1, head_dim)).repeat_interleave(groups, dim=0).flatten(0, 1)

@@ -23,10 +23,8 @@ def test_costs_are_lower_medians_on_straight_lines_and_never_fall() -> None:
     # 1: 3; 3: 4, which 4's 3.5 corrects downwards; 2 lies between, 0 is as 1, 5 as 4
     assert costs.table() == [3.0, 3.0, 3.5, 3.5, 3.5, 3.5]
     assert costs.counts == [0, 3, 0, 2, 1, 0]
-    assert costs.least_known() == 5
     costs.add(5, 10.0)
     assert costs.table() == [3.0, 3.0, 3.5, 3.5, 3.5, 10.0]
-    assert costs.least_known() == 2
     for _ in range(16):
         costs.add(4, 7.0)  # only the last ones count
     assert costs.table()[3:] == [4.0, 7.0, 10.0]
@@ -191,6 +189,34 @@ def test_bad_luck_does_not_end_drafting_and_a_useless_drafter_is_seldom_asked(co
     assert np.mean(made[640:]) > 0.98
     useless = play(CostAware(cost=cost, explore=10**6), [[0.3]] * 1000, 1, lambda _, drawn: 0, seconds)
     assert 0.01 < np.mean(useless[100:]) < 0.1
+
+
+def test_a_length_that_there_is_never_room_for_is_not_waited_for() -> None:
+    """Answers of four tokens: a draft of eight is never made, and exploring ends all the same."""
+    policy, drafted = CostAware(), list[int]()
+    for _ in range(60):
+        lengths = policy.start(1, 8, DRAFTER)
+        for room in (4, 3, 2, 1):
+            (limit,) = lengths.ask([0], [room])
+            rule: Any = lengths.rule([0], [limit]) if limit else None
+            going = [rule.goes_on(torch.tensor([0.05])).item() for _ in range(limit)]
+            drawn = going.index(False) + 1 if False in going else limit
+            drafted.append(drawn)
+            lengths.after(Round([0], [drawn], [0], drawn, 1.0 + drawn))
+    assert drafted.count(4) >= 2 and max(drafted) == 4
+    assert np.mean(drafted[120:]) < 0.5
+
+
+def test_with_a_given_cost_every_run_begins_anew() -> None:
+    policy = CostAware(cost=0.2)
+    chances = [[0.9, 0.5, 0.3]] * 30
+
+    def played(accepted: int) -> list[int]:
+        return play(policy, chances, 3, lambda _, drawn: min(drawn, accepted), lambda drawn: 0.0)
+
+    never, always, again = played(0), played(3), played(0)
+    assert never == again != always
+    assert policy._known == {}
 
 
 def test_what_was_learnt_is_kept_between_runs_for_each_greatest_length() -> None:

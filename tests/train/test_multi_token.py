@@ -167,6 +167,22 @@ def test_gradnorm_weighs_the_gradients_and_learns(target: Target, batch: Batch) 
     assert float(module.training_losses(batch, 1)["weight"]) == pytest.approx(float(expected[0] / expected.sum()))
 
 
+def test_what_the_weights_learn_is_no_matter_of_projection(target: Target) -> None:
+    """Gradients (1, 0) and (−1/2, 1/2) become (1/2, 1/2) and (0, 1/2), whatever their log-variances learn."""
+    module = module_of("parallel", target, weights={"by": "uncertainty"}, projection=True)
+    parameter = next(module.drafter.parameters())
+    x, y = parameter.flatten()[:2]
+    tasks: Any = [module.weights.weigh(loss, i, 2) for i, loss in enumerate((x, (y - x) / 2))]
+    loss, told = module._from_gradients(tasks, step=0)
+    loss.backward()
+    assert parameter.grad is not None and float(told["conflict_rate"]) == 1
+    torch.testing.assert_close(parameter.grad.flatten()[:2], torch.tensor([0.5, 1.0]).double(), **EXACT)
+    expected = torch.stack([1 - x, 1 - (y - x) / 2])
+    grad = module.weights.log_variance.grad
+    assert grad is not None
+    torch.testing.assert_close(grad[:2], expected.detach().float())
+
+
 def test_uncertainty_is_trained_with_the_drafter(target: Target, batch: Batch) -> None:
     for name in ("sequential", "parallel"):
         module = module_of(name, target, weights={"by": "uncertainty"})

@@ -277,6 +277,35 @@ def test_layers_start_as_a_linear_map_of_what_the_row_itself_reads(key_heads: in
 
 
 @torch.no_grad()
+def test_heads_that_share_keys_do_not_start_alike(target: Target) -> None:
+    """They would have the same gradients for ever. One of them reads the row itself; the others add nothing yet."""
+    drafter = native.build(MODEL | {"num_key_value_heads": 2}, target, DraftVocab(64))
+    drafter.start_layers(torch.randn(64, 128, dtype=torch.float64), torch.eye(128, dtype=torch.float64))
+    attention = drafter.stack.layers[0].self_attn
+    queries = attention.q_proj.weight.view(2, 2, -1)  # (key heads, heads of each, ·)
+    assert not torch.isclose(queries[:, 0], queries[:, 1]).any()
+    outputs = attention.o_proj.weight.t().reshape(2, 2, -1)
+    assert outputs[:, 0].abs().amax() > 0.1 and outputs[:, 1].abs().amax() == 0
+
+
+@torch.no_grad()
+def test_rows_of_frequent_tokens_read_themselves_too(target: Target) -> None:
+    """Where a few tokens make most of a text, whitening makes theirs small: they must be read apart all the same."""
+    drafter = native.build(MODEL | {"num_key_value_heads": 4}, target, DraftVocab(64))
+    chances = 1 / torch.arange(1, 65, dtype=torch.float64)
+    token_ids = chances.expand(40, -1).multinomial(20, True, generator=torch.Generator().manual_seed(3))
+    hidden = target(token_ids, capture_layers=drafter.capture_layers).hidden
+    features = TargetFeatures(token_ids, token_ids.roll(-1, 1), hidden, torch.full((40,), 20))
+    h = drafter.condense(hidden)
+    read = drafter.stack.layers[0].read(drafter.fuse(features.next_token_ids, h))
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(2), dtype=torch.float64) / 10
+    drafter.start_layers(weight, moments_by_rows(read.flatten(0, 1)))
+    (output,) = drafter.unroll(features, 1)
+    wanted = read @ weight.t()
+    assert (output - h - wanted).square().mean() / wanted.square().mean() < 0.05
+
+
+@torch.no_grad()
 def test_states_start_in_units_that_the_final_norm_puts_back(target: Target) -> None:
     drafter = native.build(MODEL, target, DraftVocab(64))
     weight, scale = torch.randn(64, 192, dtype=torch.float64), torch.rand(64, dtype=torch.float64) + 0.5
