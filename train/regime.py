@@ -132,15 +132,22 @@ class Regime(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         adapted = list(self.target_parameters)
         ids = set(map(id, adapted))
+        slower = self.slower_parameters()
+        ids |= {id(p) for parameters, _ in slower for p in parameters}
         groups: list[dict[str, Any]] = [
             {"params": [p for p in self.parameters() if p.requires_grad and id(p) not in ids]}
         ]
+        groups += [{"params": parameters, "lr": self.lr * multiple} for parameters, multiple in slower]
         if adapted:
             groups[0]["name"] = "drafter"
             groups.append({"params": adapted, "name": "target", "lr": self.lr / self.backbone.drafter_lr_multiple})
         optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_scale)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def slower_parameters(self) -> list[tuple[list[nn.Parameter], float]]:
+        """Parameters whose learning rate is smaller, and by what; a resumed run goes on with what it had."""
+        return []
 
     def _lr_scale(self, step: int) -> float:
         """Linear warm-up, then a half cosine down to zero at `max_steps`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.loader import Batch, StepBatches
 from models.errors import UserError
@@ -23,6 +23,7 @@ class TrainingTimeTest(LawMatching):
     def __init__(self, drafter: Any, target: Target, *, start: str, **others: Any) -> None:
         super().__init__(drafter, target, **others)
         self.from_least_squares = check_start(start)
+        self.fc_lr_multiple = 1.0
         if not hasattr(drafter, "start_layers"):
             raise UserError(f"{type(drafter).__name__} is not trained by drafter.training._target_={__name__}.")
 
@@ -31,15 +32,23 @@ class TrainingTimeTest(LawMatching):
         """With least squares: begin as the best linear map of what the drafter reads onto the target's next state.
 
         Its states h start as the best estimate of the target's own, in units of their root mean square, and its layers
-        as the best map of what they read onto what the next state has more.
+        as the best map of what they read onto what the next state has more. A target's inner states may be long: then
+        the map from them has small weights, which steps of the others' size would undo at once, so that its own are
+        smaller by as much.
         """
         if not self.from_least_squares:
             return
         own = moments(batches, self.target.device, lambda batch: self._read_and_wanted(batch, None))
         scale = own.root_mean_squares
+        length = float((own.read.diagonal().mean() / own.num_rows).sqrt())
+        self.fc_lr_multiple = 1 / max(1.0, length)
         self.drafter.start_states(ridge(own.read, own.both).t(), scale)
         following = moments(batches, self.target.device, lambda batch: self._read_and_wanted(batch, scale))
         self.drafter.start_layers(ridge(following.read, following.both).t(), following.read / following.num_rows)
+
+    def slower_parameters(self) -> list[tuple[list[nn.Parameter], float]]:
+        """fc, in proportion to what it reads."""
+        return [(list(self.drafter.fc.parameters()), self.fc_lr_multiple)]
 
     def _read_and_wanted(self, batch: Batch, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """Of rows before supervised tokens: what fc reads and the state wanted, or the same of the layers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -201,6 +202,32 @@ def test_eagle3_starts_from_the_states_that_it_can_tell_best(target: Target, bat
     weight, read = start_layers.call_args.args
     torch.testing.assert_close(weight.t(), ridge_by_definition(z, more), atol=1e-8, rtol=1e-6)
     torch.testing.assert_close(read, z.t() @ z / len(z), **EXACT)
+    assert float(x.square().mean()) < 1 and module.fc_lr_multiple == 1
+
+
+def test_eagle3_learns_slower_what_reads_long_states(target: Target, batch: Batch) -> None:
+    """In proportion to their root mean square; also in a resumed run, which did not start and does not know it."""
+    long = copy.deepcopy(target)
+    with torch.no_grad():
+        long.model.get_input_embeddings().weight.mul_(30)
+    model = {"_target_": "models.drafter.eagle3.Eagle3Drafter", "capture_layers": [0, 1]}
+    drafter = build_shaken(model, long, DraftVocab(20))
+    rows = {"token_ids": batch.token_ids[:1].tolist(), "loss_mask": [[0] * 2 + [1] * (batch.token_ids.shape[1] - 2)]}
+    module, resumed = (TrainingTimeTest(drafter, long, **SETTINGS, start="least_squares") for _ in range(2))
+    module.start(StepBatches(datasets.Dataset.from_dict(rows), 1, 12, seed=0))
+    read = long(batch.token_ids[:1], capture_layers=(0, 1)).hidden[:, :-2]
+    multiple = 1 / float(read.square().mean().sqrt())
+    assert module.fc_lr_multiple == pytest.approx(multiple) and multiple < 0.9
+    made, again = (m.configure_optimizers() for m in (module, resumed))
+    again["optimizer"].load_state_dict(made["optimizer"].state_dict())
+    again["lr_scheduler"]["scheduler"].load_state_dict(made["lr_scheduler"]["scheduler"].state_dict())
+    for found in (made, again):
+        for _ in range(2):
+            others, fc = found["optimizer"].param_groups
+            assert fc["params"] == [drafter.fc.weight] and fc["lr"] == pytest.approx(multiple * others["lr"])
+            assert not any(p is drafter.fc.weight for p in others["params"])
+            found["optimizer"].step()
+            found["lr_scheduler"]["scheduler"].step()
 
 
 def ridge_by_definition(x: Tensor, y: Tensor) -> Tensor:
