@@ -450,7 +450,12 @@ def joint_law(target: Target, prompt: list[int], length: int, sampling: Sampling
 
 
 def sampled_p_value(
-    target: Target, drafter: Any, sampling: SamplingParams, requests: int = 4000, **changes: Any
+    target: Target,
+    drafter: Any,
+    sampling: SamplingParams,
+    requests: int = 4000,
+    observer: Any = None,
+    **changes: Any,
 ) -> float:
     """How well what the engine samples, four tokens at a time, agrees with the target's joint law.
 
@@ -460,7 +465,8 @@ def sampled_p_value(
     1 / 1.2 for some three of them only: smaller errors are left to the exact tests of the verifier.
     """
     prompt, length = [3, 0, 4, 1], 4
-    made = generate(target, [prompt] * requests, DecodeSettings(length, 3, sampling, frozenset(), **changes), drafter)
+    decode = DecodeSettings(length, 3, sampling, frozenset(), **changes)
+    made = generate(target, [prompt] * requests, decode, drafter, observer=observer)
     counts = np.zeros([target.vocab_size] * length)
     for answer in made.token_ids:
         counts[tuple(answer)] += 1

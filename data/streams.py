@@ -1,0 +1,136 @@
+"""Traffic: requests in the order in which they come, each of a domain, and held-out requests of the same domains."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data.answers import context_ids
+from data.instructions import Instructions
+from data.prompts import Prompt, StandardLibrary, read_prompts
+from models.errors import UserError
+from models.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt's token ids, and where it comes from."""
+
+    token_ids: list[int]
+    domain: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """`requests` as they come, and `held_out` ones that are never served; the first domain is the old traffic."""
+
+    requests: list[Request]
+    held_out: list[Request]
+
+    @property
+    def old(self) -> str:
+        """The domain that the traffic begins with."""
+        return self.requests[0].domain
+
+    def of(self, domain: str) -> list[list[int]]:
+        """The held-out prompts of a domain."""
+        return [request.token_ids for request in self.held_out if request.domain == domain]
+
+
+def open_stream(name: str, target: Target, count: int, held_out: int, seed: int) -> Stream:
+    """The stream called `name`, one of `PRESETS`, or a JSONL file of prompts whose categories are the domains.
+
+    Of a preset `count` requests, and `held_out` of each domain that there is an old or new drafter of; of a file all,
+    in its order, at most `count`, the first `held_out` of its first domain being set aside. Raises UserError for a name
+    that is neither, and where there are too few.
+    """
+    if held_out < 1 or count < 2:
+        raise UserError(f"A stream of {count} requests with {held_out} held out: give at least 2 and 1.")
+    if name in PRESETS:
+        return PRESETS[name](target, count, held_out, seed)
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise UserError(f"stream={name}: there is no such file; choose {', '.join(PRESETS)} or a JSONL file.")
+    asked = _requests(target, list(read_prompts(path)))
+    chosen = [i for i, request in enumerate(asked) if request.domain == asked[0].domain][:held_out]
+    served = [request for i, request in enumerate(asked) if i not in chosen][:count]
+    if len(served) < 2 or served[0].domain != asked[0].domain:
+        raise UserError(
+            f"stream={name}: {len(asked)} prompts, of which the first {len(chosen)} of {asked[0].domain!r} are "
+            "set aside to be held out: that leaves too few of it. Add some, or lower adaptation.guard.num_prompts."
+        )
+    return Stream(served, [asked[i] for i in chosen])
+
+
+def shift(target: Target, count: int, held_out: int, seed: int) -> Stream:
+    """The standard library's source, then from a third of the requests on its prose documentation.
+
+    Source is of documents that neither the target nor a drafter was trained on. No document's prose is both served and
+    held out.
+    """
+    code = _shuffled(target, "code", seed, lambda p: p.split != "train")
+    prose = _shuffled(target, "docs", seed, lambda p: p.split != "test")
+    unseen = _shuffled(target, "docs", seed, lambda p: p.split == "test")
+    first = max(1, count // 3)
+    return Stream(
+        [*_some(code, first, "code"), *_some(prose, count - first, "prose")],
+        [*_some(code[first:], held_out, "code"), *unseen[:held_out]],
+    )
+
+
+def instructions(target: Target, count: int, held_out: int, seed: int) -> Stream:
+    """Of an instruct target: edits of code, then from a third of the requests on summaries, questions, translations."""
+    asked = _requests(target, Instructions().prompts(target, 10 * (count + held_out), seed))
+    old, new = ([r for r in asked if (r.domain == "code") == code] for code in (True, False))
+    new = [Request(r.token_ids, "prose") for r in new]
+    first = max(1, count // 3)
+    return Stream(
+        [*_some(old, first, "code"), *_some(new, count - first, "prose")],
+        [*_some(old[first:], held_out, "code"), *_some(new[count - first :], held_out, "prose")],
+    )
+
+
+def hostile(target: Target, count: int, held_out: int, seed: int) -> Stream:
+    """The standard library's source, then from a third of the requests on random tokens."""
+    code = _shuffled(target, "code", seed, lambda p: p.split != "train")
+    first = max(1, count // 3)
+    generator = torch.Generator().manual_seed(seed)
+    noise = [
+        Request(torch.randint(target.vocab_size, (48,), generator=generator).tolist(), "noise")
+        for _ in range(count - first + held_out)
+    ]
+    return Stream(
+        [*_some(code, first, "code"), *noise[held_out:]],
+        [*_some(code[first:], held_out, "code"), *noise[:held_out]],
+    )
+
+
+PRESETS: dict[str, Callable[[Target, int, int, int], Stream]] = {
+    "shift": shift,
+    "instructions": instructions,
+    "hostile": hostile,
+}
+
+
+def _shuffled(target: Target, kind: str, seed: int, wanted: Callable[[Prompt], bool]) -> list[Request]:
+    found = [prompt for prompt in StandardLibrary(kind=kind).prompts(target, 0, seed) if wanted(prompt)]
+    unique = list({prompt.id: prompt for prompt in found}.values())
+    random.Random(seed).shuffle(unique)
+    name = {"docs": "prose"}.get(kind, kind)
+    return [Request(context_ids(target, prompt), name) for prompt in unique]
+
+
+def _requests(target: Target, prompts: list[Prompt]) -> list[Request]:
+    """The first turn of each, as far as it leaves room for an answer."""
+    found = [Request(context_ids(target, prompt), prompt.category) for prompt in prompts]
+    return [request for request in found if len(request.token_ids) < target.max_positions]
+
+
+def _some(requests: list[Request], count: int, what: str) -> list[Request]:
+    if len(requests) < count:
+        raise UserError(f"There are {len(requests)} requests of {what}, and {count} are asked for: lower requests=.")
+    return requests[:count]

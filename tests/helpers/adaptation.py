@@ -1,0 +1,99 @@
+"""Sessions over random targets: streams of random prompts, and drafters that are quick to build."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.streams import Request, Stream
+from engine.loop import generate
+from engine.settings import DecodeSettings
+from models.checkpoint import native
+from models.target import Target
+from models.vocab import DraftVocab
+from tests.helpers.drafters import build_shaken, prompts
+from train.adaptation.domains import DomainDetector
+from train.adaptation.drift import Drift
+from train.adaptation.guard import Guard, GuardSettings
+from train.adaptation.learner import Learner, Updates
+from train.adaptation.pool import Pool, PoolSettings
+from train.adaptation.records import Record, Recorder, RecordLog
+from train.adaptation.replay import ReplayBuffer
+from train.adaptation.session import ADAPTED, Parts, Session, WhenSettings
+from train.adaptation.versions import Versions
+
+EAGLE = {"_target_": "models.drafter.eagle.EagleDrafter"}
+LOSS = {"distill": 1.0, "task": 0.1, "steps": "all", "num_steps": 3, "position_decay": 1.0, "chunk_rows": 64}
+OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.0, "warmup_steps": 2}
+
+
+def records_of(
+    target: Target, drafter: Any, asked: list[list[int]], decode: DecodeSettings, law_tokens: int = 8
+) -> list[Record]:
+    """What these prompts teach, served as one batch."""
+    recorder = Recorder(asked, law_tokens)
+    made = generate(target, asked, decode, drafter, observer=recorder)
+    return [recorder.record(i, a, request=i, domain="some", about={}) for i, a in enumerate(made.token_ids)]
+
+
+def learner_of(drafter: Any, target: Target, lora: Any = None, seed: int = 0, **changes: Any) -> Learner:
+    """A learner with the settings of these tests."""
+    updates = Updates(**{"every": 2, "steps": 2, "requests": 4, **changes.pop("updates", {})})
+    loss = {**LOSS, **changes.pop("loss", {})}
+    return Learner(drafter, target, updates, loss, {**OPTIMIZER, **changes}, lora, seed)
+
+
+def random_stream(vocab_size: int, count: int = 12) -> Stream:
+    """Two domains of random prompts, and four held-out ones of each."""
+    asked = prompts([4 + i % 5 for i in range(count)], vocab_size, seed=1)
+    held = prompts([5] * 8, vocab_size, seed=2)
+    requests = [Request(ids, "old" if i < count // 2 else "new") for i, ids in enumerate(asked)]
+    return Stream(requests, [Request(ids, "old" if i < 4 else "new") for i, ids in enumerate(held)])
+
+
+def session_of(
+    target: Target,
+    folder: Path,
+    stream: Stream,
+    *,
+    guard: GuardSettings | None = None,
+    lora: Any = None,
+    **changes: Any,
+) -> Session:
+    """A session whose parts are made anew, as a restarted process does."""
+    drafter = build_shaken(EAGLE, target, DraftVocab(target.vocab_size), seed=3)
+    decode = DecodeSettings(12, 3, stop_token_ids=frozenset())
+    guard_settings = guard or GuardSettings(max_loss=1.0, pause=2)
+    learner = learner_of(copy.deepcopy(drafter), target, lora, **changes.pop("learner", {}))
+    described = native.Export(
+        name="some", model=EAGLE, target={"name": target.name, "fingerprint": target.fingerprint, "load": {}},
+        num_speculative_tokens=3, provenance={},
+    )  # fmt: skip
+    examples = [(request.token_ids, request.domain) for request in stream.held_out]
+    serving = copy.deepcopy(drafter)
+    parts = Parts(
+        target=target,
+        serving=serving,
+        frozen=drafter,
+        learner=learner,
+        buffer=changes.pop("buffer", None) or ReplayBuffer(4, "reservoir"),
+        log=changes.pop("log", None) or RecordLog(folder / "records"),
+        drift=Drift(3, 0.5, 3.0),
+        guard=Guard(guard_settings, target, stream.of("old"), decode),
+        versions=Versions(folder, described, "card", keep=2),
+        pool=Pool({ADAPTED: serving}, {ADAPTED: 0.1}, DomainDetector(target.vocab_size, examples), PoolSettings({}), 3),
+        decode=decode,
+        law_tokens=8,
+        when=changes.pop("when", None) or WhenSettings(),
+        updates=learner.updates,
+        **changes,
+    )
+    return Session(parts, stream, folder)
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether two drafters have the same weights, bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

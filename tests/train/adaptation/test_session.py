@@ -1,0 +1,226 @@
+"""Serving and learning as one: a kill takes nothing, hostile traffic is undone, answers stay the target's."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.streams import Request, Stream
+from engine.loop import generate
+from models.checkpoint import native
+from tests.helpers.adaptation import equal, random_stream, session_of
+from tests.helpers.drafters import tiny_target
+from train.adaptation import deltas
+from train.adaptation.guard import GuardSettings
+from train.adaptation.records import RecordLog
+from train.adaptation.replay import ReplayBuffer
+from train.adaptation.session import Session, WhenSettings
+from train.callbacks import AtomicCheckpoints
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(torch.float64)
+
+
+@pytest.fixture(scope="module")
+def stream(target) -> Stream:
+    return random_stream(target.vocab_size)
+
+
+def told(session: Session) -> list[Any]:
+    """What rows tell, but for the clock."""
+    return [json.dumps(vars_of(replace(r, seconds=0.0, update_s=0.0, guard_s=0.0))) for r in session.rows]
+
+
+def vars_of(row: Any) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in row.__slots__}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(target, stream, tmp_path_factory) -> Session:
+    session = session_of(target, tmp_path_factory.mktemp("undisturbed"), stream)
+    session.run()
+    return session
+
+
+def test_answers_are_plain_decodings_over_the_whole_stream(target, stream, tmp_path: Path) -> None:
+    session = session_of(target, tmp_path, stream)
+    decode = session.parts.decode
+    versions = set()
+    for number, request in enumerate(stream.requests):
+        versions.add(session.version)
+        record = session.serve(number, request)
+        plain = generate(target, [request.token_ids], decode).token_ids[0]
+        assert record.token_ids[record.prompt_tokens :].tolist() == plain
+        session.absorb(record)
+    assert len(versions) > 4
+
+
+def test_the_current_version_is_the_drafter_that_serves(target, undisturbed: Session) -> None:
+    loaded = native.load(undisturbed.parts.versions.current, target)
+    assert equal(loaded.state_dict(), undisturbed.parts.serving.state_dict())
+    assert equal(loaded.state_dict(), undisturbed.parts.learner.weights())
+    assert not equal(loaded.state_dict(), undisturbed.parts.frozen.state_dict())
+    lines = (undisturbed.folder / "timeline.csv").read_text().splitlines()
+    assert len(lines) == 13 and lines[0].startswith("request,domain,member,version")
+    assert undisturbed.version == len(undisturbed.rows) // 2 == sum(r.updated for r in undisturbed.rows)
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL: nothing behind it runs."""
+
+
+PLACES = {
+    "before a record is written": (RecordLog, "write", False),
+    "behind a record": (RecordLog, "write", True),
+    "before a checkpoint": (AtomicCheckpoints, "save_checkpoint", False),
+    "behind a checkpoint": (AtomicCheckpoints, "save_checkpoint", True),
+    "before records are deleted": (RecordLog, "keep_only", False),
+    "before the link is exchanged": ("Versions", "_point", False),
+    "before old versions are deleted": ("Versions", "_prune", False),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
+def test_a_kill_changes_nothing(place: str, lora: Any, target, stream, undisturbed, tmp_path, monkeypatch) -> None:
+    """Killed at the 1st, 3rd and 5th time that it comes there, the session ends as one that was left alone."""
+    from train.adaptation.versions import Versions
+
+    owner, name, behind = PLACES[place]
+    owner = Versions if owner == "Versions" else owner
+    real = getattr(owner, name)
+    for kill_at in (1, 3, 5):
+        count = 0
+
+        def killing(self: Any, *arguments: Any, kill_at: int = kill_at) -> Any:
+            nonlocal count
+            count += 1
+            if count == kill_at and not behind:
+                raise Killed
+            found = real(self, *arguments)
+            if count == kill_at:
+                raise Killed
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, killing)
+            with pytest.raises(Killed):
+                session_of(target, tmp_path, stream, lora=lora).run()
+    session = session_of(target, tmp_path, stream, lora=lora)
+    session.run()
+    expected = undisturbed
+    if lora is not None:
+        expected = session_of(target, tmp_path / "whole", stream, lora=lora)
+        expected.run()
+    assert told(session) == told(expected)
+    assert equal(session.parts.serving.state_dict(), expected.parts.serving.state_dict())
+    assert session.parts.buffer.requests == expected.parts.buffer.requests
+    ours, theirs = (AtomicCheckpoints().load_checkpoint(s.folder / "state.ckpt") for s in (session, expected))
+    _same(ours["learner"], theirs["learner"])
+    assert session.parts.versions.current.resolve().name == f"{expected.version:06d}"
+    kept = {int(p.stem) for p in (session.folder / "records").glob("*.safetensors")}
+    assert kept == set(session.parts.buffer.requests)
+
+
+def _same(a: Any, b: Any) -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            _same(a[key], b[key])
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, list | tuple):
+        for x, y in zip(a, b, strict=True):
+            _same(x, y)
+    else:
+        assert a == b
+
+
+def hostile(stream: Stream) -> Stream:
+    """The same old traffic; then one and the same token, which teaches the drafter nothing that is worth having."""
+    old = [r for r in stream.requests if r.domain == "old"]
+    return Stream([*old, *[Request([7] * 6, "hostile")] * 10], stream.held_out)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_guard_undoes_what_costs_old_traffic(enabled: bool, target, stream, tmp_path: Path) -> None:
+    guard = GuardSettings(enabled=enabled, every=1, max_loss=0.02, pause=2)
+    spoilt = {"learner": {"lr": 1.0, "updates": {"fresh_share": 1.0}}, "buffer": ReplayBuffer(4, "recency")}
+    session = session_of(target, tmp_path, hostile(stream), guard=guard, **spoilt)
+    rows = session.run()
+    measured = session.parts.guard.stats(session.parts.serving).acceptance_rate
+    baseline = session.parts.guard.baseline
+    assert baseline is not None
+    rollbacks = [row.request for row in rows if row.rolled_back]
+    if not enabled:
+        assert not rollbacks and measured < baseline - 0.02
+        return
+    assert rollbacks and measured >= baseline - 0.02
+    first = rollbacks[0]
+    updated = [row.request for row in rows if row.updated]
+    assert all(not first < request <= first + 2 for request in updated), "no update within the pause"
+    pauses = [b - a for a, b in pairwise(rollbacks)]
+    assert pauses == sorted(pauses), "each pause is longer"
+
+
+def test_a_rollback_brings_weights_and_optimizer_back(target, stream, tmp_path: Path) -> None:
+    guard = GuardSettings(every=1, max_loss=0.0, pause=1)
+    session = session_of(target, tmp_path, stream, guard=guard)
+    start = session.parts.learner.state()
+    session.parts.guard.baseline = 2.0  # nothing passes
+    for number in range(2):
+        session.absorb(session.serve(number, stream.requests[number]))
+    assert session.rows[-1].rolled_back and session.version == 1
+    _same(session.parts.learner.state(), start)
+    assert equal(session.parts.serving.state_dict(), session.parts.frozen.state_dict())
+    assert len(session.parts.buffer) == 0
+
+
+def test_with_drift_only_what_follows_an_alarm_is_learnt(target, stream, tmp_path: Path) -> None:
+    session = session_of(target, tmp_path, stream, when=WhenSettings("drift", after_alarm=3))
+    session.parts.drift.update = lambda rate: ["cusum"] if len(session.rows) == 5 else []  # type: ignore[method-assign]
+    rows = session.run()
+    assert [row.request for row in rows if row.alarms] == [5]
+    assert [row.request for row in rows if row.updated] == [5, 7]
+
+
+def test_domains_that_are_kept_out_leave_no_trace(target, stream, tmp_path: Path) -> None:
+    session = session_of(target, tmp_path, stream, keep_out=("new",))
+    session.run()
+    assert all(request < 6 for request in session.parts.buffer.requests)
+    assert {int(p.stem) for p in (tmp_path / "records").glob("*")} <= set(range(6))
+
+
+def test_hashed_records_let_a_session_go_on(target, stream, tmp_path: Path) -> None:
+    first = session_of(target, tmp_path, stream, log=RecordLog(tmp_path / "records", "hashes", "s"))
+    for number in range(5):
+        record = first.serve(number, stream.requests[number])
+        first.parts.log.write(record)
+        first.absorb(record)
+    again = session_of(target, tmp_path, stream, log=RecordLog(tmp_path / "records", "hashes", "s"))
+    assert equal(again.parts.serving.state_dict(), first.parts.serving.state_dict())
+    assert len(again.parts.buffer) == 0
+    rows = again.run()
+    assert [row.request for row in rows] == list(range(12))
+
+
+def test_adapters_are_handed_over_with_every_version(target, stream, tmp_path: Path) -> None:
+    written = []
+
+    def publish(learner: Any, version: int, requests: int) -> None:
+        written.append((version, requests, deltas.delta_of(learner.drafter, "base", requests)))
+
+    session = session_of(target, tmp_path, stream, lora={"rank": 2}, publish_deltas=publish)
+    session.run()
+    version, requests, delta = written[-1]
+    assert (version, requests) == (session.version, 12)
+    rebuilt = session_of(target, tmp_path / "other", stream).parts.frozen
+    deltas.apply(delta, rebuilt)
+    for name, tensor in rebuilt.state_dict().items():
+        torch.testing.assert_close(tensor, session.parts.serving.state_dict()[name])

@@ -1,0 +1,128 @@
+"""Pre-adapt a drafter over the domains of a stream, so that a few requests of one suffice later.
+
+    python train/meta.py export=DIR stream=shift
+    python train/meta.py export=DIR stream=REQUESTS.jsonl meta.by=fomaml
+
+Answers some requests of every domain, learns a start over them, and writes it as an export for train/adapt.py. Prints
+the loss after a few steps in each domain from the old start and from the new one, on requests that neither has learnt from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from conf.compose import main, plain
+
+if TYPE_CHECKING:
+    from engine.settings import DecodeSettings
+    from models.target import Target
+    from train.adaptation.records import Record
+    from train.adaptation.regime import OnlineRegime
+
+
+def job(config: DictConfig) -> None:
+    """The main job; see `pre_adapt_export`."""
+    pre_adapt_export(plain(config))
+
+
+def pre_adapt_export(options: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Write the meta-learned start; returns each domain's loss after the inner steps, before and after."""
+    from data.streams import open_stream
+    from engine.options import decode_settings
+    from models.checkpoint import detect, native, target_options
+    from models.target import load_target
+    from train.adaptation.learner import Learner, Updates
+    from train.adaptation.meta import MetaSettings, adapted_loss, check_domains, pre_adapt
+    from train.adaptation.setup import read
+
+    given, source = options["adaptation"], Path(options["export"]).expanduser()
+    settings = read(MetaSettings, options["meta"], "meta")
+    module = detect(source)
+    described = module.read(source)
+    target = load_target(**target_options(described, options["target"], source))
+    decode = decode_settings(
+        options["decode"],
+        float(given["temperature"]),
+        options["seed"],
+        described.num_speculative_tokens,
+        described.tree,
+    )
+    drafter = module.load(source, target)
+    stream = open_stream(options["stream"], target, given["requests"], given["guard"]["num_prompts"], options["seed"])
+    asked: dict[str, list[list[int]]] = {}
+    for request in stream.requests:
+        asked.setdefault(request.domain, []).append(request.token_ids)
+    check_domains({domain: len(prompts) for domain, prompts in asked.items()}, 2 * options["batch"])
+    wanted = options["requests"] + max(1, options["requests"] // 4)
+    records = {
+        domain: served(target, drafter, prompts[:wanted], decode, domain, given["buffer"]["law_tokens"])
+        for domain, prompts in asked.items()
+    }
+    loss = {**given["loss"], "num_steps": given["loss"]["num_steps"] or decode.depth}
+    learner = Learner(
+        drafter, target, read(Updates, given["updates"], "updates"), loss, given["optimizer"], None, options["seed"]
+    )
+    held = {domain: found[-max(options["batch"], len(found) // 5) :] for domain, found in records.items()}
+    known = {domain: found[: -len(held[domain])] for domain, found in records.items()}
+    parameters = [p for p in drafter.parameters() if p.requires_grad]
+
+    def compared() -> dict[str, float]:
+        loss = Batches(learner.regime, held, options["batch"])
+        return {domain: adapted_loss(parameters, loss, domain, settings, 0) for domain in held}
+
+    before = compared()
+    pre_adapt(parameters, Batches(learner.regime, known, options["batch"]), sorted(known), settings)
+    after = compared()
+    output = Path(options["output"]).expanduser() if options["output"] else source.parent / f"meta-{settings.by}"
+    card = (source / "README.md").read_text() if (source / "README.md").exists() else ""
+    told = {"meta": options["meta"], "domains": sorted(known), "requests": options["requests"]}
+    about = replace(described, provenance=described.provenance | {"adaptation": told}, int8=False)
+    native.save(drafter, about, drafter.vocab, output, card)
+    for domain in before:
+        print(
+            f"{domain}: loss after {settings.inner_steps} steps {before[domain]:.3f} from the old start, "
+            f"{after[domain]:.3f} from the new"
+        )
+    print(f"start: {output}")
+    return {domain: (before[domain], after[domain]) for domain in before}
+
+
+def served(
+    target: Target, drafter: Any, prompts: list[list[int]], decode: DecodeSettings, domain: str, law_tokens: int
+) -> list[Record]:
+    """Records of these prompts, answered by a drafter that does not change; those without a draft teach nothing."""
+    from engine.loop import generate
+    from train.adaptation.records import Recorder
+
+    recorder = Recorder(prompts, law_tokens)
+    made = generate(target, prompts, decode, drafter, observer=recorder)
+    found = [recorder.record(i, answer, request=i, domain=domain, about={}) for i, answer in enumerate(made.token_ids)]
+    return [record for record in found if len(record.place)]
+
+
+class Batches:
+    """The loss of batch after batch of each domain's records, in turn."""
+
+    def __init__(
+        self, regime: OnlineRegime, records: dict[str, Sequence[Record]] | dict[str, list[Record]], size: int
+    ) -> None:
+        self._regime, self._records, self._size = regime, records, size
+
+    def __call__(self, domain: str, number: int) -> Any:
+        import torch
+
+        from train.adaptation.batches import replay_batch
+
+        records = self._records[domain]
+        chosen = [records[(number * self._size + i) % len(records)] for i in range(self._size)]
+        positions = [torch.arange(len(record.place)) for record in chosen]
+        return self._regime.training_losses(replay_batch(chosen, positions, self._regime.target.device), number)["loss"]
+
+
+if __name__ == "__main__":
+    main("meta", job)
