@@ -29,12 +29,13 @@ def merge_deltas(options: dict[str, Any]) -> Path:
     from models.target import load_target
     from train.adaptation import deltas
     from train.adaptation.setup import base_of
+    from train.adaptation.versions import successor
 
     source, output = Path(options["export"]).expanduser(), Path(options["output"]).expanduser()
     found = [deltas.load(Path(folder).expanduser()) for folder in options["deltas"]]
     merged = deltas.merge(found, options["weights"])
     module = detect(source)
-    described = module.read(source)
+    described = module.read(source.resolve())
     target = load_target(**target_options(described, options["target"], source))
     drafter = module.load(source, target)
     if base_of(drafter) != merged.base:
@@ -42,7 +43,7 @@ def merge_deltas(options: dict[str, Any]) -> Path:
     deltas.apply(merged, drafter)
     told = {"merged": [{"requests": delta.requests} for delta in found], "weights": options["weights"]}
     card = (source / "README.md").read_text() if (source / "README.md").exists() else ""
-    about = replace(described, provenance=described.provenance | {"adaptation": told}, int8=False)
+    about = replace(successor(described), provenance=described.provenance | {"adaptation": told})
     native.save(drafter, about, drafter.vocab, output, card)
     print(f"{len(found)} deltas of {merged.requests:g} requests in all: {output}")
     return output

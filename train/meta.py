@@ -9,7 +9,6 @@ the loss after a few steps in each domain from the old start and from the new on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,48 +31,30 @@ def job(config: DictConfig) -> None:
 
 def pre_adapt_export(options: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """Write the meta-learned start; returns each domain's loss after the inner steps, before and after."""
-    from data.streams import open_stream
     from engine.options import decode_settings
     from models.checkpoint import detect, native, target_options
     from models.target import load_target
     from train.adaptation.learner import Learner, Updates
-    from train.adaptation.meta import MetaSettings, adapted_loss, check_domains, pre_adapt
+    from train.adaptation.meta import MetaSettings, adapted_loss, pre_adapt
     from train.adaptation.setup import read
+    from train.adaptation.versions import successor
 
     given, source = options["adaptation"], Path(options["export"]).expanduser()
-    settings = read(MetaSettings, options["meta"], "meta")
+    settings, updates = read(MetaSettings, options["meta"], "meta"), read(Updates, given["updates"], "updates")
     module = detect(source)
-    described = module.read(source)
+    described = module.read(source.resolve())
     target = load_target(**target_options(described, options["target"], source))
-    decode = decode_settings(
-        options["decode"],
-        float(given["temperature"]),
-        options["seed"],
-        described.num_speculative_tokens,
-        described.tree,
-    )
+    tokens, tree, seed = described.num_speculative_tokens, described.tree, options["seed"]
+    decode = decode_settings(options["decode"], float(given["temperature"]), seed, tokens, tree)
     drafter = module.load(source, target)
-    stream = open_stream(options["stream"], target, given["requests"], given["guard"]["num_prompts"], options["seed"])
-    asked: dict[str, list[list[int]]] = {}
-    for request in stream.requests:
-        asked.setdefault(request.domain, []).append(request.token_ids)
-    check_domains({domain: len(prompts) for domain, prompts in asked.items()}, 2 * options["batch"])
-    wanted = options["requests"] + max(1, options["requests"] // 4)
-    records = {
-        domain: served(target, drafter, prompts[:wanted], decode, domain, given["buffer"]["law_tokens"])
-        for domain, prompts in asked.items()
-    }
+    known, held = collect(options, target, drafter, decode)
     loss = {**given["loss"], "num_steps": given["loss"]["num_steps"] or decode.depth}
-    learner = Learner(
-        drafter, target, read(Updates, given["updates"], "updates"), loss, given["optimizer"], None, options["seed"]
-    )
-    held = {domain: found[-max(options["batch"], len(found) // 5) :] for domain, found in records.items()}
-    known = {domain: found[: -len(held[domain])] for domain, found in records.items()}
+    learner = Learner(drafter, target, updates, loss, given["optimizer"], None, seed)
     parameters = [p for p in drafter.parameters() if p.requires_grad]
 
     def compared() -> dict[str, float]:
-        loss = Batches(learner.regime, held, options["batch"])
-        return {domain: adapted_loss(parameters, loss, domain, settings, 0) for domain in held}
+        batches = Batches(learner.regime, held, options["batch"])
+        return {domain: adapted_loss(parameters, batches, domain, settings, 0) for domain in held}
 
     before = compared()
     pre_adapt(parameters, Batches(learner.regime, known, options["batch"]), sorted(known), settings)
@@ -81,7 +62,7 @@ def pre_adapt_export(options: dict[str, Any]) -> dict[str, tuple[float, float]]:
     output = Path(options["output"]).expanduser() if options["output"] else source.parent / f"meta-{settings.by}"
     card = (source / "README.md").read_text() if (source / "README.md").exists() else ""
     told = {"meta": options["meta"], "domains": sorted(known), "requests": options["requests"]}
-    about = replace(described, provenance=described.provenance | {"adaptation": told}, int8=False)
+    about = replace(successor(described), provenance=described.provenance | {"adaptation": told})
     native.save(drafter, about, drafter.vocab, output, card)
     for domain in before:
         print(
@@ -90,6 +71,25 @@ def pre_adapt_export(options: dict[str, Any]) -> dict[str, tuple[float, float]]:
         )
     print(f"start: {output}")
     return {domain: (before[domain], after[domain]) for domain in before}
+
+
+def collect(
+    options: dict[str, Any], target: Target, drafter: Any, decode: DecodeSettings
+) -> tuple[dict[str, list[Record]], dict[str, list[Record]]]:
+    """Records of every domain of the stream: those to learn from, and a fifth to compare on."""
+    from data.streams import open_stream
+    from train.adaptation.meta import check_domains
+
+    given, batch = options["adaptation"], options["batch"]
+    stream = open_stream(options["stream"], target, given["requests"], given["guard"]["num_prompts"], options["seed"])
+    asked: dict[str, list[list[int]]] = {}
+    for request in stream.requests:
+        asked.setdefault(request.domain, []).append(request.token_ids)
+    check_domains({domain: len(prompts) for domain, prompts in asked.items()}, 2 * batch)
+    wanted, law_tokens = options["requests"] + max(batch, options["requests"] // 4), given["buffer"]["law_tokens"]
+    found = {d: served(target, drafter, prompts[:wanted], decode, d, law_tokens) for d, prompts in asked.items()}
+    counts = {domain: max(batch, len(records) // 5) for domain, records in found.items()}
+    return {d: r[: -counts[d]] for d, r in found.items()}, {d: r[-counts[d] :] for d, r in found.items()}
 
 
 def served(
@@ -108,9 +108,7 @@ def served(
 class Batches:
     """The loss of batch after batch of each domain's records, in turn."""
 
-    def __init__(
-        self, regime: OnlineRegime, records: dict[str, Sequence[Record]] | dict[str, list[Record]], size: int
-    ) -> None:
+    def __init__(self, regime: OnlineRegime, records: dict[str, list[Record]], size: int) -> None:
         self._regime, self._records, self._size = regime, records, size
 
     def __call__(self, domain: str, number: int) -> Any:

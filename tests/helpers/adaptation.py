@@ -27,6 +27,7 @@ from train.adaptation.versions import Versions
 
 EAGLE = {"_target_": "models.drafter.eagle.EagleDrafter"}
 LOSS = {"distill": 1.0, "task": 0.1, "steps": "all", "num_steps": 3, "position_decay": 1.0, "chunk_rows": 64}
+DECODE = DecodeSettings(8, 3, stop_token_ids=frozenset())
 OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.0, "warmup_steps": 2}
 
 
@@ -46,12 +47,21 @@ def learner_of(drafter: Any, target: Target, lora: Any = None, seed: int = 0, **
     return Learner(drafter, target, updates, loss, {**OPTIMIZER, **changes}, lora, seed)
 
 
-def random_stream(vocab_size: int, count: int = 12) -> Stream:
-    """Two domains of random prompts, and four held-out ones of each."""
+def random_stream(vocab_size: int, count: int = 10) -> Stream:
+    """Two domains of random prompts, and two held-out ones of each."""
     asked = prompts([4 + i % 5 for i in range(count)], vocab_size, seed=1)
-    held = prompts([5] * 8, vocab_size, seed=2)
+    held = prompts([5] * 4, vocab_size, seed=2)
     requests = [Request(ids, "old" if i < count // 2 else "new") for i, ids in enumerate(asked)]
-    return Stream(requests, [Request(ids, "old" if i < 4 else "new") for i, ids in enumerate(held)])
+    return Stream(requests, [Request(ids, "old" if i < 2 else "new") for i, ids in enumerate(held)])
+
+
+def taught(target: Target, stream: Stream, steps: int = 40) -> dict[str, torch.Tensor]:
+    """Weights of a drafter that has learnt the held-out old requests, so that there is something to lose."""
+    drafter = build_shaken(EAGLE, target, DraftVocab(target.vocab_size), seed=3)
+    records = records_of(target, drafter, stream.of("old"), DECODE)
+    learner = learner_of(copy.deepcopy(drafter), target, updates={"steps": steps})
+    learner.update(records, ReplayBuffer(4, "reservoir"))
+    return learner.weights()
 
 
 def session_of(
@@ -61,11 +71,12 @@ def session_of(
     *,
     guard: GuardSettings | None = None,
     lora: Any = None,
+    weights: dict[str, torch.Tensor] | None = None,
     **changes: Any,
 ) -> Session:
-    """A session whose parts are made anew, as a restarted process does."""
+    """A session whose parts are made anew, as a restarted process does; with `weights` as the drafter's at first."""
     drafter = build_shaken(EAGLE, target, DraftVocab(target.vocab_size), seed=3)
-    decode = DecodeSettings(12, 3, stop_token_ids=frozenset())
+    drafter.load_state_dict(weights or drafter.state_dict())
     guard_settings = guard or GuardSettings(max_loss=1.0, pause=2)
     learner = learner_of(copy.deepcopy(drafter), target, lora, **changes.pop("learner", {}))
     described = native.Export(
@@ -82,10 +93,10 @@ def session_of(
         buffer=changes.pop("buffer", None) or ReplayBuffer(4, "reservoir"),
         log=changes.pop("log", None) or RecordLog(folder / "records"),
         drift=Drift(3, 0.5, 3.0),
-        guard=Guard(guard_settings, target, stream.of("old"), decode),
+        guard=Guard(guard_settings, target, stream.of("old"), DECODE),
         versions=Versions(folder, described, "card", keep=2),
         pool=Pool({ADAPTED: serving}, {ADAPTED: 0.1}, DomainDetector(target.vocab_size, examples), PoolSettings({}), 3),
-        decode=decode,
+        decode=DECODE,
         law_tokens=8,
         when=changes.pop("when", None) or WhenSettings(),
         updates=learner.updates,

@@ -151,9 +151,13 @@ class RecordLog:
             raise UserError(f"adaptation.buffer.persist is {persist!r}: choose {' or '.join(PERSISTED)}.")
         self._folder, self._persist, self._salt = folder, persist, salt
 
+    def redacted(self, record: Record) -> Record:
+        """The record without its text."""
+        return record if record.redacted else record.hashed(self._salt)
+
     def write(self, record: Record) -> None:
         """Keep a record. Raises UserError where the disk refuses."""
-        kept = record if self._persist == "ids" else record.hashed(self._salt)
+        kept = record if self._persist == "ids" else self.redacted(record)
         told = {name: getattr(kept, name) for name in ("request", "domain", "prompt_tokens", "about")}
         with replacing(self._file(record.request)) as temporary:
             save_file(kept.tensors(), temporary, metadata={"record": json.dumps(told)})

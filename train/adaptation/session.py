@@ -31,6 +31,7 @@ from train.adaptation.versions import Observers, Swap, Versions
 from train.callbacks import AtomicCheckpoints
 
 ADAPTED = "adapted"  # the pool's member that learns
+_FRESH_UPDATES = 4  # as many fresh texts are kept as a step reads, so many times
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ class Session:
                 record = self.parts.log.read(number)
                 if record is None:
                     record = self.serve(number, requests[number])
+                    if record.domain in self.parts.keep_out:
+                        record = self.parts.log.redacted(record)
                     self.parts.log.write(record)
                 row = self.absorb(record)
                 if told is not None:
@@ -152,7 +155,7 @@ class Session:
             at.alarmed_until = record.request + parts.when.after_alarm
         if record.domain not in parts.keep_out:
             parts.buffer.add(record)
-            self._fresh.append(record)
+            self._fresh = self._still_fresh(record)
         at.next = record.request + 1
         changed = self._learn(record.request) if self._is_due(record.request) else {}
         row = replace(row, alarms=" ".join(alarms), buffer=len(parts.buffer), **changed)
@@ -161,6 +164,12 @@ class Session:
             self._commit()
             self._publish()
         return row
+
+    def _still_fresh(self, record: Record) -> list[Record]:
+        """What is not learnt yet, with a new record: no more than some updates take, nor older than what is kept."""
+        limit = self.parts.buffer.retention_requests
+        kept = [r for r in self._fresh if limit is None or r.request > record.request - limit]
+        return [*kept, record][-_FRESH_UPDATES * self.parts.updates.requests :]
 
     def _is_due(self, request: int) -> bool:
         at, when = self._at, self.parts.when

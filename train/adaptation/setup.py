@@ -59,7 +59,7 @@ def open_session(options: Options) -> Opened:
     }
     when = WhenSettings(given["when"], given["after_alarm"])
     module = detect(source)
-    described = module.read(source)
+    described = module.read(source.resolve())
     folder = output_folder(options)
     target = load_target(**target_options(described, options["target"], source))
     load: Callable[[], Any] = lambda: module.load(source, target)  # noqa: E731 (each user has weights of its own)

@@ -106,16 +106,16 @@ def versus(what: str, table: np.ndarray) -> Versus:
 
     Requests are resampled in pairs (percentiles, fixed seed).
     """
-    if not len(table) or not table[:, 1].sum() or not table[:, 3].sum():
-        return Versus(what, len(table), *[float("nan")] * 3, (float("nan"), float("nan")))
-    rng = np.random.default_rng(0)
-    sums = table[rng.integers(len(table), size=(_RESAMPLES, len(table)))].sum(1)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        differences = sums[:, 2] / sums[:, 3] - sums[:, 0] / sums[:, 1]
     whole = table.sum(0)
-    frozen, adapted = float(whole[0] / whole[1]), float(whole[2] / whole[3])
-    low, high = np.nanpercentile(differences, [2.5, 97.5])
-    return Versus(what, len(table), frozen, adapted, adapted - frozen, (float(low), float(high)))
+    frozen, adapted = (float(a / b) if b > 0 else float("nan") for a, b in (whole[:2], whole[2:]))
+    interval = (float("nan"), float("nan"))
+    if frozen == frozen and adapted == adapted:
+        rng = np.random.default_rng(0)
+        sums = table[rng.integers(len(table), size=(_RESAMPLES, len(table)))].sum(1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            low, high = np.nanpercentile(sums[:, 2] / sums[:, 3] - sums[:, 0] / sums[:, 1], [2.5, 97.5])
+        interval = (float(low), float(high))
+    return Versus(what, len(table), frozen, adapted, adapted - frozen, interval)
 
 
 RATES = {"acceptance_rate": ("accepted", "tested"), "block_efficiency": ("emitted", "rounds")}

@@ -27,6 +27,14 @@ from train.adaptation.learner import Weights
 _NAME = re.compile(r"\d{6}")
 
 
+def successor(described: native.Export) -> native.Export:
+    """What is said of a drafter that was made from an export: it has no int8 weights, and a target that
+    lies in that export stays there.
+    """
+    target = {key: value for key, value in described.target.items() if key != "adapted"}
+    return replace(described, int8=False, target=target)
+
+
 class Versions:
     """The versions in `folder`, of the drafter that `described` tells of. Raises UserError for `keep` below 2."""
 
@@ -34,7 +42,7 @@ class Versions:
         if keep < 2:
             raise UserError(f"adaptation.versions.keep is {keep}: at least 2, since readers may be in the last one.")
         self._folder, self._card, self._keep = folder, card, keep
-        self._described = replace(described, int8=False)
+        self._described = successor(described)
 
     @property
     def current(self) -> Path:

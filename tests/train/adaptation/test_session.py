@@ -12,11 +12,11 @@ import torch
 from data.streams import Request, Stream
 from engine.loop import generate
 from models.checkpoint import native
-from tests.helpers.adaptation import equal, random_stream, session_of
+from tests.helpers.adaptation import equal, random_stream, session_of, taught
 from tests.helpers.drafters import tiny_target
 from train.adaptation import deltas
 from train.adaptation.guard import GuardSettings
-from train.adaptation.records import RecordLog
+from train.adaptation.records import Record, RecordLog
 from train.adaptation.replay import ReplayBuffer
 from train.adaptation.session import Session, WhenSettings
 from train.callbacks import AtomicCheckpoints
@@ -58,7 +58,7 @@ def test_answers_are_plain_decodings_over_the_whole_stream(target, stream, tmp_p
         plain = generate(target, [request.token_ids], decode).token_ids[0]
         assert record.token_ids[record.prompt_tokens :].tolist() == plain
         session.absorb(record)
-    assert len(versions) > 4
+    assert len(versions) > 3
 
 
 def test_the_current_version_is_the_drafter_that_serves(target, undisturbed: Session) -> None:
@@ -67,7 +67,7 @@ def test_the_current_version_is_the_drafter_that_serves(target, undisturbed: Ses
     assert equal(loaded.state_dict(), undisturbed.parts.learner.weights())
     assert not equal(loaded.state_dict(), undisturbed.parts.frozen.state_dict())
     lines = (undisturbed.folder / "timeline.csv").read_text().splitlines()
-    assert len(lines) == 13 and lines[0].startswith("request,domain,member,version")
+    assert len(lines) == 11 and lines[0].startswith("request,domain,member,version")
     assert undisturbed.version == len(undisturbed.rows) // 2 == sum(r.updated for r in undisturbed.rows)
 
 
@@ -86,16 +86,17 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("place", "lora"), [*((place, None) for place in PLACES), ("before a checkpoint", {"rank": 2})]
+)
 def test_a_kill_changes_nothing(place: str, lora: Any, target, stream, undisturbed, tmp_path, monkeypatch) -> None:
-    """Killed at the 1st, 3rd and 5th time that it comes there, the session ends as one that was left alone."""
+    """Killed the first time that it comes there, and restarted the second, it ends as one that was left alone."""
     from train.adaptation.versions import Versions
 
     owner, name, behind = PLACES[place]
     owner = Versions if owner == "Versions" else owner
     real = getattr(owner, name)
-    for kill_at in (1, 3, 5):
+    for kill_at in (1, 2):
         count = 0
 
         def killing(self: Any, *arguments: Any, kill_at: int = kill_at) -> Any:
@@ -145,14 +146,16 @@ def _same(a: Any, b: Any) -> None:
 def hostile(stream: Stream) -> Stream:
     """The same old traffic; then one and the same token, which teaches the drafter nothing that is worth having."""
     old = [r for r in stream.requests if r.domain == "old"]
-    return Stream([*old, *[Request([7] * 6, "hostile")] * 10], stream.held_out)
+    return Stream([*old, *[Request([7] * 6, "hostile")] * 8], stream.held_out)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_guard_undoes_what_costs_old_traffic(enabled: bool, target, stream, tmp_path: Path) -> None:
     guard = GuardSettings(enabled=enabled, every=1, max_loss=0.02, pause=2)
     spoilt = {"learner": {"lr": 1.0, "updates": {"fresh_share": 1.0}}, "buffer": ReplayBuffer(4, "recency")}
-    session = session_of(target, tmp_path, hostile(stream), guard=guard, **spoilt)
+    weights = taught(target, stream)
+    session = session_of(target, tmp_path, hostile(stream), guard=guard, weights=weights, **spoilt)
+    assert session.parts.guard.baseline is not None and session.parts.guard.baseline > 0.3
     rows = session.run()
     measured = session.parts.guard.stats(session.parts.serving).acceptance_rate
     baseline = session.parts.guard.baseline
@@ -190,11 +193,14 @@ def test_with_drift_only_what_follows_an_alarm_is_learnt(target, stream, tmp_pat
     assert [row.request for row in rows if row.updated] == [5, 7]
 
 
-def test_domains_that_are_kept_out_leave_no_trace(target, stream, tmp_path: Path) -> None:
+def test_domains_that_are_kept_out_leave_no_trace(target, stream, tmp_path: Path, monkeypatch) -> None:
     session = session_of(target, tmp_path, stream, keep_out=("new",))
+    written: list[Record] = []
+    monkeypatch.setattr(RecordLog, "write", lambda self, record, real=RecordLog.write: (written.append(record), real(self, record)))
     session.run()
-    assert all(request < 6 for request in session.parts.buffer.requests)
-    assert {int(p.stem) for p in (tmp_path / "records").glob("*")} <= set(range(6))
+    assert [record.redacted for record in written] == [False] * 5 + [True] * 5
+    assert all(request < 5 for request in session.parts.buffer.requests)
+    assert {int(p.stem) for p in (tmp_path / "records").glob("*")} <= set(range(5))
 
 
 def test_hashed_records_let_a_session_go_on(target, stream, tmp_path: Path) -> None:
@@ -207,7 +213,7 @@ def test_hashed_records_let_a_session_go_on(target, stream, tmp_path: Path) -> N
     assert equal(again.parts.serving.state_dict(), first.parts.serving.state_dict())
     assert len(again.parts.buffer) == 0
     rows = again.run()
-    assert [row.request for row in rows] == list(range(12))
+    assert [row.request for row in rows] == list(range(10))
 
 
 def test_adapters_are_handed_over_with_every_version(target, stream, tmp_path: Path) -> None:
@@ -219,8 +225,8 @@ def test_adapters_are_handed_over_with_every_version(target, stream, tmp_path: P
     session = session_of(target, tmp_path, stream, lora={"rank": 2}, publish_deltas=publish)
     session.run()
     version, requests, delta = written[-1]
-    assert (version, requests) == (session.version, 12)
+    assert (version, requests) == (session.version, 10)
     rebuilt = session_of(target, tmp_path / "other", stream).parts.frozen
     deltas.apply(delta, rebuilt)
     for name, tensor in rebuilt.state_dict().items():
-        torch.testing.assert_close(tensor, session.parts.serving.state_dict()[name])
+        torch.testing.assert_close(tensor, session.parts.serving.state_dict()[name], atol=1e-6, rtol=1e-5)
