@@ -69,16 +69,16 @@ def open_stream(name: str, target: Target, count: int, held_out: int, seed: int)
 def shift(target: Target, count: int, held_out: int, seed: int) -> Stream:
     """The standard library's source, then from a third of the requests on its prose documentation.
 
-    Source is of documents that neither the target nor a drafter was trained on. No document's prose is both served and
-    held out.
+    Source is of documents that neither the target nor a drafter was trained on. What is held out is of the test split,
+    so that no document is both served and held out.
     """
-    code = _shuffled(target, "code", seed, lambda p: p.split != "train")
-    prose = _shuffled(target, "docs", seed, lambda p: p.split != "test")
-    unseen = _shuffled(target, "docs", seed, lambda p: p.split == "test")
+    (held_code, code), (held_prose, prose) = (
+        _shuffled(target, kind, name, seed) for kind, name in (("code", "code"), ("docs", "prose"))
+    )
     first = max(1, count // 3)
     return Stream(
         [*_some(code, first, "code"), *_some(prose, count - first, "prose")],
-        [*_some(code[first:], held_out, "code"), *unseen[:held_out]],
+        [*_some(held_code, held_out, "code"), *held_prose[:held_out]],
     )
 
 
@@ -96,7 +96,7 @@ def instructions(target: Target, count: int, held_out: int, seed: int) -> Stream
 
 def hostile(target: Target, count: int, held_out: int, seed: int) -> Stream:
     """The standard library's source, then from a third of the requests on random tokens."""
-    code = _shuffled(target, "code", seed, lambda p: p.split != "train")
+    held_code, code = _shuffled(target, "code", "code", seed)
     first = max(1, count // 3)
     generator = torch.Generator().manual_seed(seed)
     noise = [
@@ -105,7 +105,7 @@ def hostile(target: Target, count: int, held_out: int, seed: int) -> Stream:
     ]
     return Stream(
         [*_some(code, first, "code"), *noise[held_out:]],
-        [*_some(code[first:], held_out, "code"), *noise[:held_out]],
+        [*_some(held_code, held_out, "code"), *noise[:held_out]],
     )
 
 
@@ -116,12 +116,15 @@ PRESETS: dict[str, Callable[[Target, int, int, int], Stream]] = {
 }
 
 
-def _shuffled(target: Target, kind: str, seed: int, wanted: Callable[[Prompt], bool]) -> list[Request]:
-    found = [prompt for prompt in StandardLibrary(kind=kind).prompts(target, 0, seed) if wanted(prompt)]
-    unique = list({prompt.id: prompt for prompt in found}.values())
+def _shuffled(target: Target, kind: str, name: str, seed: int) -> tuple[list[Request], list[Request]]:
+    """Different prompts of one kind of the standard library's documents: of the test split, and of the others."""
+    unique = list({prompt.id: prompt for prompt in StandardLibrary(kind=kind).prompts(target, 0, seed)}.values())
     random.Random(seed).shuffle(unique)
-    name = {"docs": "prose"}.get(kind, kind)
-    return [Request(context_ids(target, prompt), name) for prompt in unique]
+    found: dict[bool, list[Request]] = {True: [], False: []}
+    for prompt in unique:
+        if prompt.split != "train" or kind == "docs":  # no drafter need have seen it; prose is new to one of code
+            found[prompt.split == "test"].append(Request(context_ids(target, prompt), name))
+    return found[True], found[False]
 
 
 def _requests(target: Target, prompts: list[Prompt]) -> list[Request]:
