@@ -5,7 +5,8 @@
     python train/run.py +drafter=eagle +adaptation=replay
 
 Writes versions of the drafter (FOLDER/current is an export), timeline.csv, timeline.png and adaptation.json, and
-prints the adapted drafter beside the frozen one on the same requests. Started again, the same command goes on where it stopped.
+prints the adapted drafter beside the frozen one on the same requests. Started again, the same command goes on where it
+stopped.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     python train/meta.py export=DIR stream=REQUESTS.jsonl meta.by=fomaml
 
 Answers some requests of every domain, learns a start over them, and writes it as an export for train/adapt.py. Prints
-the loss after a few steps in each domain from the old start and from the new one, on requests that neither has learnt from.
+the loss after a few steps in each domain from the old start and from the new one, on requests that neither has learnt
+from.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def _told(rows: Sequence[Row], stream: Stream, domains: Sequence[str]) -> list[s
     count = max(1, len(rows))
     learning, guarding, answering = (sum(getattr(r, n) for r in rows) for n in ("update_s", "guard_s", "seconds"))
     lines = [
-        f"{len(rows)} requests, {sum(r.updated for r in rows)} updates, {len({r.version for r in rows})} versions served; "
-        f"seconds per request: learning {learning / count:.3f}, the guard {guarding / count:.3f}, answering "
+        f"{len(rows)} requests, {sum(r.updated for r in rows)} updates, {len({r.version for r in rows})} versions "
+        f"served; seconds per request: learning {learning / count:.3f}, the guard {guarding / count:.3f}, answering "
         f"{answering / count:.3f}"
     ]
     for domain in domains[1:]:

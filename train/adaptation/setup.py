@@ -125,8 +125,8 @@ def record(options: Options, folder: Path) -> None:
         different = sorted(key for key in pair[0].keys() | pair[1].keys() if pair[0].get(key) != pair[1].get(key))
         if different:
             raise UserError(
-                f"{str(folder)!r} holds a session with another {', '.join(different)}: choose another output, or delete "
-                "it."
+                f"{str(folder)!r} holds a session with another {', '.join(different)}: choose another output, or "
+                "delete it."
             )
     write_json(path, {"config": now, "provenance": provenance()})
 

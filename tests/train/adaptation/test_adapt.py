@@ -19,8 +19,15 @@ from tests.helpers.adaptation import EAGLE, equal
 from train.callbacks import AtomicCheckpoints
 
 ROOT = Path(__file__).parents[3]
-SMALL = ["adaptation.requests=18", "decode.max_new_tokens=12", "adaptation.guard.num_prompts=2", "adaptation.updates.every=3",
-         "adaptation.updates.steps=1", "adaptation.updates.requests=2", "adaptation.buffer.capacity=6"]  # fmt: skip
+SMALL = [
+    "adaptation.requests=18",
+    "decode.max_new_tokens=12",
+    "adaptation.guard.num_prompts=2",
+    "adaptation.updates.every=3",
+    "adaptation.updates.steps=1",
+    "adaptation.updates.requests=2",
+    "adaptation.buffer.capacity=6",
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +52,12 @@ def export(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(*arguments: str) -> "subprocess.Popen[str]":
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -91,7 +103,10 @@ def test_a_killed_session_ends_as_an_undisturbed_one(export: Path, target: Targe
         assert all(torch.equal(torch.as_tensor(ours[k]), torch.as_tensor(theirs[k])) for k in ours)
     assert (killed / "timeline.png").stat().st_size > 10_000
     found = json.loads((killed / "adaptation.json").read_text())
-    assert [entry["acceptance_rate"]["what"] for entry in found["compared"]][:2] == ["code, as served", "prose, as served"]
+    assert [entry["acceptance_rate"]["what"] for entry in found["compared"]][:2] == [
+        "code, as served",
+        "prose, as served",
+    ]
 
 
 @pytest.mark.slow

@@ -196,7 +196,9 @@ def test_with_drift_only_what_follows_an_alarm_is_learnt(target, stream, tmp_pat
 def test_domains_that_are_kept_out_leave_no_trace(target, stream, tmp_path: Path, monkeypatch) -> None:
     session = session_of(target, tmp_path, stream, keep_out=("new",))
     written: list[Record] = []
-    monkeypatch.setattr(RecordLog, "write", lambda self, record, real=RecordLog.write: (written.append(record), real(self, record)))
+    monkeypatch.setattr(
+        RecordLog, "write", lambda self, record, real=RecordLog.write: (written.append(record), real(self, record))
+    )
     session.run()
     assert [record.redacted for record in written] == [False] * 5 + [True] * 5
     assert all(request < 5 for request in session.parts.buffer.requests)
