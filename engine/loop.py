@@ -75,7 +75,7 @@ def generate(
 
     `seeds` gives each request a stream of its own; without it request i takes settings.seed + i. With `remember` the
     drafter is taught all texts at the end, in the order of `prompts`: drafts of this call do not depend on it, and what
-    is learnt not on which request finished first. `observer` sees every round. Raises UserError for an empty prompt, for
+    is learnt not on which request finished first. `observer` sees all rounds. Raises UserError for an empty prompt, for
     one that leaves no room for a single token in the model's context, and for a drafter that cannot `remember`;
     ValueError where there are not as many seeds as prompts.
     """
