@@ -42,7 +42,7 @@ def records_of(
 
 def learner_of(drafter: Any, target: Target, lora: Any = None, seed: int = 0, **changes: Any) -> Learner:
     """A learner with the settings of these tests."""
-    updates = Updates(**{"every": 2, "steps": 2, "requests": 4, **changes.pop("updates", {})})
+    updates = Updates(**{"every": 2, "steps": 2, "requests": 4, "average": 0.0, **changes.pop("updates", {})})
     loss = {**LOSS, **changes.pop("loss", {})}
     return Learner(drafter, target, updates, loss, {**OPTIMIZER, **changes}, lora, seed)
 

@@ -45,9 +45,15 @@ def delta_of(model: nn.Module, base: str, requests: int) -> Delta:
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
             for adapter in layer.active_adapters:
-                a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-                factors[name] = (a.detach().clone(), b.detach() * layer.scaling[adapter])
+                a, b = _weight(layer.lora_A[adapter]), _weight(layer.lora_B[adapter])
+                factors[name] = (a.clone(), b * layer.scaling[adapter])
     return Delta(base, float(requests), factors)
+
+
+def _weight(factor: nn.Module) -> Tensor:
+    weight = factor.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach()
 
 
 def merge(deltas: Sequence[Delta], weights: Sequence[float] | None = None) -> Delta:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,9 @@ class Updates:
     """When and from what is learnt: every `every` requests, `steps` steps of `requests` texts each.
 
     The share `fresh_share` of the texts are fresh ones, the others of the buffer, drawn by `draw`; of each text
-    `positions` are learnt (None: all). Gradients are clipped at the norm `clip`.
+    `positions` are learnt (None: all). Gradients are clipped at the norm `clip`. What is served is a moving average of
+    the weights, `average` of it staying at each step (0: the last weights): a few texts at a constant learning rate
+    leave every single step's weights worse than their mean.
     """
 
     every: int = 8
@@ -37,6 +39,7 @@ class Updates:
     positions: int | None = None
     draw: str = "priority"
     clip: float = 0.5
+    average: float = 0.95
 
     def __post_init__(self) -> None:
         for name in ("every", "steps", "requests"):
@@ -50,6 +53,8 @@ class Updates:
             raise UserError(f"adaptation.updates.draw is {self.draw!r}: choose {', '.join(DRAWS)}.")
         if not self.clip > 0:
             raise UserError(f"adaptation.updates.clip is {self.clip}: it must be above 0.")
+        if not 0 <= self.average < 1:
+            raise UserError(f"adaptation.updates.average is {self.average}: it must be at least 0, and below 1.")
 
 
 class Learner:
@@ -74,6 +79,7 @@ class Learner:
         self.regime = OnlineRegime(drafter, target, **loss, **optimizer, seed=seed)
         made = self.regime.configure_optimizers()
         self._optimizer, self._schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+        self._average = _weights(self.drafter)
 
     def update(self, fresh: Sequence[Record], buffer: ReplayBuffer) -> dict[str, float]:
         """Learn from a mix of fresh and replayed records: `loss`, its parts, and `seconds`; nothing without records."""
@@ -98,7 +104,17 @@ class Learner:
         nn.utils.clip_grad_norm_(trained, self.updates.clip)
         self._optimizer.step()
         self._schedule.step()
+        self._follow()
         return {name: float(value.detach()) for name, value in found.items()}
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Move the average a step towards the weights; what is no floating-point number is the last."""
+        for name, tensor in self.drafter.state_dict().items():
+            if tensor.is_floating_point():
+                self._average[name].lerp_(tensor, 1 - self.updates.average)
+            else:
+                self._average[name].copy_(tensor)
 
     def _mix(self, fresh: Sequence[Record], buffer: ReplayBuffer) -> list[Record]:
         """Different records: a share of fresh ones, then of the buffer, and fresh ones again where that has too few."""
@@ -117,13 +133,24 @@ class Learner:
 
     def weights(self) -> Weights:
         """A copy of the weights as they would be served: adapters are a part of them."""
-        with merged(self.drafter) if self.adapted else nullcontext():
-            return {name: tensor.detach().clone() for name, tensor in self.drafter.state_dict().items()}
+        with self.averaged() as drafter, merged(drafter) if self.adapted else nullcontext():
+            return _weights(drafter)
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """Within, the drafter has the averaged weights."""
+        last = _weights(self.drafter)
+        self.drafter.load_state_dict(self._average)
+        try:
+            yield self.drafter
+        finally:
+            self.drafter.load_state_dict(last)
 
     def state(self) -> dict[str, Any]:
-        """A copy of all that a restart needs: weights, optimizer, learning rate and count of steps."""
+        """A copy of all that a restart needs: weights, their average, optimizer, learning rate and count of steps."""
         return {
-            "drafter": {name: tensor.detach().clone() for name, tensor in self.drafter.state_dict().items()},
+            "drafter": _weights(self.drafter),
+            "average": _copied(self._average),
             "optimizer": _copied(self._optimizer.state_dict()),
             "schedule": self._schedule.state_dict(),
             "step": self.step,
@@ -132,9 +159,14 @@ class Learner:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go back to what `state` gave."""
         self.drafter.load_state_dict(state["drafter"])
+        self._average = _copied(state["average"])
         self._optimizer.load_state_dict(_copied(state["optimizer"]))
         self._schedule.load_state_dict(state["schedule"])
         self.step = state["step"]
+
+
+def _weights(drafter: nn.Module) -> Weights:
+    return {name: tensor.detach().clone() for name, tensor in drafter.state_dict().items()}
 
 
 def _copied(value: Any) -> Any:

@@ -87,7 +87,7 @@ def _gradients(parameters: Sequence[nn.Parameter], loss: Tensor, clip: float) ->
 @torch.no_grad()
 def _descend(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], lr: float) -> None:
     for p, gradient in zip(parameters, gradients, strict=True):
-        p -= lr * gradient
+        p.sub_(lr * gradient)
 
 
 def check_domains(found: Mapping[str, int], least: int) -> None:

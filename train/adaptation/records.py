@@ -77,7 +77,7 @@ class Record:
         """Without its text: a salted hash of the ids, from which only an equal request can be told, in their place."""
         digest = hashlib.sha256(salt.encode() + self.token_ids.numpy().tobytes()).hexdigest()
         nothing = {name: getattr(self, name)[:0] for name in _REVEALING}
-        return replace(self, **nothing, about={**self.about, "hash": digest})  # type: ignore[arg-type]
+        return replace(self, **nothing, about={**self.about, "hash": digest})
 
 
 class Recorder:

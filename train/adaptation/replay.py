@@ -5,7 +5,7 @@ Nothing here draws from a hidden state: every choice follows from the seed and a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._records)
 
-    def __iter__(self) -> Iterable[Record]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Record]:
         return iter(self._records)
 
     @property

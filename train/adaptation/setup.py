@@ -53,10 +53,11 @@ def open_session(options: Options) -> Opened:
     Raises UserError for settings that make no sense, and where the folder holds a session with others.
     """
     given, source = options["adaptation"], Path(options["export"]).expanduser()
-    made = {
-        name: read(kind, given[name], name)
-        for name, kind in (("updates", Updates), ("guard", GuardSettings), ("pool", PoolSettings))
-    }
+    updates, guard, pool = (
+        read(Updates, given["updates"], "updates"),
+        read(GuardSettings, given["guard"], "guard"),
+        read(PoolSettings, given["pool"], "pool"),
+    )
     when = WhenSettings(given["when"], given["after_alarm"])
     module = detect(source)
     described = module.read(source.resolve())
@@ -73,12 +74,11 @@ def open_session(options: Options) -> Opened:
         described.tree,
     )
     check_settings(target, serving, decode)
-    guard_settings: GuardSettings = made["guard"]
-    stream = open_stream(options["stream"], target, given["requests"], guard_settings.num_prompts, options["seed"])
+    stream = open_stream(options["stream"], target, given["requests"], guard.num_prompts, options["seed"])
     check_prompts(target, [request.token_ids for request in (*stream.requests, *stream.held_out)])
     record(options, folder)
     target.accelerate()
-    buffer, learner = given["buffer"], _learner(given, load(), target, decode, made["updates"], options["seed"])
+    buffer, learner = given["buffer"], _learner(given, load(), target, decode, updates, options["seed"])
     card = (source / "README.md").read_text() if (source / "README.md").exists() else ""
     parts = Parts(
         target=target,
@@ -88,13 +88,13 @@ def open_session(options: Options) -> Opened:
         buffer=ReplayBuffer(buffer["capacity"], buffer["keep"], buffer["retention_requests"], options["seed"]),
         log=RecordLog(folder / "records", buffer["persist"], _salt(folder)),
         drift=read(Drift, given["drift"], "drift"),
-        guard=guard_of(guard_settings, target, stream, decode),
+        guard=guard_of(guard, target, stream, decode),
         versions=Versions(folder, described, card, given["versions"]["keep"]),
-        pool=_pool(made["pool"], serving, target, stream, decode),
+        pool=_pool(pool, serving, target, stream, decode),
         decode=decode,
         law_tokens=buffer["law_tokens"],
         when=when,
-        updates=made["updates"],
+        updates=updates,
         keep_out=tuple(buffer["keep_out"]),
         publish_deltas=_deltas(folder, base_of(serving)) if learner.adapted else None,
     )
@@ -177,6 +177,7 @@ def _deltas(folder: Path, base: str) -> Callable[[Learner, int, int], None]:
     def publish(learner: Learner, version: int, requests: int) -> None:
         place = folder / "deltas" / f"{version:06d}"
         if not place.exists():
-            deltas.save(deltas.delta_of(learner.drafter, base, requests), place)
+            with learner.averaged() as drafter:
+                deltas.save(deltas.delta_of(drafter, base, requests), place)
 
     return publish

@@ -139,12 +139,36 @@ def test_learning_makes_drafts_better_and_adapters_alone_change(target, drafter,
     assert not equal(learner.weights(), drafter.state_dict())
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4}])
+def test_what_is_served_is_the_moving_average_of_the_weights(target, drafter, lora) -> None:
+    records = records_of(target, drafter, prompts([4, 7, 5, 6], 64, seed=2), DECODE)
+    followed, raw = (
+        learner_of(copy.deepcopy(drafter), target, lora, updates={"steps": 1, "average": share}) for share in (0.8, 0.0)
+    )
+    expected = {name: t.clone() for name, t in raw.drafter.state_dict().items()}
+    for _ in range(3):
+        for learner in (followed, raw):
+            learner.update(records, ReplayBuffer(4, "reservoir"))
+        for name, tensor in raw.drafter.state_dict().items():
+            expected[name] = 0.8 * expected[name] + 0.2 * tensor
+    with followed.averaged() as averaged:
+        for name, tensor in averaged.state_dict().items():
+            torch.testing.assert_close(tensor, expected[name])
+    assert equal(followed.drafter.state_dict(), raw.drafter.state_dict())  # it learns on from the last weights
+    raw.drafter.load_state_dict(expected)
+    raw._average = raw.state()["drafter"]
+    served = followed.weights()
+    assert all(torch.allclose(tensor, served[name]) for name, tensor in raw.weights().items())
+    assert any(not torch.allclose(served[name], t) for name, t in drafter.state_dict().items())
+
+
 def test_a_learner_goes_on_the_same_from_its_state(target, drafter) -> None:
     records = records_of(target, drafter, prompts([4, 7, 5, 6, 3], 64, seed=2), DECODE)
     buffer = ReplayBuffer(4, "priority")
     for record in records[:3]:
         buffer.add(record)
-    first, second = (learner_of(copy.deepcopy(drafter), target, {"rank": 2, "dropout": 0.2}) for _ in range(2))
+    lora, updates = {"rank": 2, "dropout": 0.2}, {"average": 0.5}
+    first, second = (learner_of(copy.deepcopy(drafter), target, lora, updates=updates) for _ in range(2))
     first.update(records[3:], buffer)
     second.load_state(first.state())
     for learner in (first, second):
