@@ -44,9 +44,9 @@ class Stream:
 def open_stream(name: str, target: Target, count: int, held_out: int, seed: int) -> Stream:
     """The stream called `name`, one of `PRESETS`, or a JSONL file of prompts whose categories are the domains.
 
-    Of a preset `count` requests, and `held_out` of each domain that there is an old or new drafter of; of a file all,
-    in its order, at most `count`, the first `held_out` of its first domain being set aside. Raises UserError for a name
-    that is neither, and where there are too few.
+    Of a preset `count` requests, and `held_out` of each domain. Of a file all, in its order, at most `count`; the first
+    `held_out` of its first domain are set aside, and as many of each other one, but of these no more than a quarter.
+    Raises UserError for a name that is neither, and where there are too few.
     """
     if held_out < 1 or count < 2:
         raise UserError(f"A stream of {count} requests with {held_out} held out: give at least 2 and 1.")
@@ -56,18 +56,23 @@ def open_stream(name: str, target: Target, count: int, held_out: int, seed: int)
     if not path.exists():
         raise UserError(f"stream={name}: there is no such file; choose {', '.join(PRESETS)} or a JSONL file.")
     asked = _requests(target, list(read_prompts(path)))
-    chosen = [i for i, request in enumerate(asked) if request.domain == asked[0].domain][:held_out]
-    served = [request for i, request in enumerate(asked) if i not in chosen][:count]
-    if len(served) < 2 or served[0].domain != asked[0].domain:
+    places: dict[str, list[int]] = {}
+    for place, request in enumerate(asked):
+        places.setdefault(request.domain, []).append(place)
+    old = next(iter(places), "")
+    aside = [p for d, own in places.items() for p in own[: held_out if d == old else min(held_out, len(own) // 4)]]
+    served = [request for place, request in enumerate(asked) if place not in set(aside)][:count]
+    if len(served) < 2 or served[0].domain != old:
         raise UserError(
-            f"stream={name}: {len(asked)} prompts, of which the first {len(chosen)} of {asked[0].domain!r} are "
-            "set aside to be held out: that leaves too few of it. Add some, or lower adaptation.guard.num_prompts."
+            f"stream={name}: it has {len(asked)} prompts that leave room for an answer, and the first {held_out} of "
+            f"{old!r} are set aside to be held out: that leaves too few. Add some, or lower "
+            "adaptation.guard.num_prompts."
         )
-    return Stream(served, [asked[i] for i in chosen])
+    return Stream(served, [asked[place] for place in aside])
 
 
 def shift(target: Target, count: int, held_out: int, seed: int) -> Stream:
-    """The standard library's source, then from a third of the requests on its prose documentation.
+    """The standard library's source, then half way its prose documentation.
 
     Source is of documents that neither the target nor a drafter was trained on. What is held out is of the test split,
     so that no document is both served and held out.
@@ -75,7 +80,7 @@ def shift(target: Target, count: int, held_out: int, seed: int) -> Stream:
     (held_code, code), (held_prose, prose) = (
         _shuffled(target, kind, name, seed) for kind, name in (("code", "code"), ("docs", "prose"))
     )
-    first = max(1, count // 3)
+    first = count // 2
     return Stream(
         [*_some(code, first, "code"), *_some(prose, count - first, "prose")],
         [*_some(held_code, held_out, "code"), *held_prose[:held_out]],
@@ -83,11 +88,11 @@ def shift(target: Target, count: int, held_out: int, seed: int) -> Stream:
 
 
 def instructions(target: Target, count: int, held_out: int, seed: int) -> Stream:
-    """Of an instruct target: edits of code, then from a third of the requests on summaries, questions, translations."""
+    """Of an instruct target: edits of code, then half way summaries, questions and translations."""
     asked = _requests(target, Instructions().prompts(target, 10 * (count + held_out), seed))
     old, new = ([r for r in asked if (r.domain == "code") == code] for code in (True, False))
     new = [Request(r.token_ids, "prose") for r in new]
-    first = max(1, count // 3)
+    first = count // 2
     return Stream(
         [*_some(old, first, "code"), *_some(new, count - first, "prose")],
         [*_some(old[first:], held_out, "code"), *_some(new[count - first :], held_out, "prose")],
@@ -95,9 +100,9 @@ def instructions(target: Target, count: int, held_out: int, seed: int) -> Stream
 
 
 def hostile(target: Target, count: int, held_out: int, seed: int) -> Stream:
-    """The standard library's source, then from a third of the requests on random tokens."""
+    """The standard library's source, then half way random tokens."""
     held_code, code = _shuffled(target, "code", "code", seed)
-    first = max(1, count // 3)
+    first = count // 2
     generator = torch.Generator().manual_seed(seed)
     noise = [
         Request(torch.randint(target.vocab_size, (48,), generator=generator).tolist(), "noise")
@@ -135,5 +140,7 @@ def _requests(target: Target, prompts: list[Prompt]) -> list[Request]:
 
 def _some(requests: list[Request], count: int, what: str) -> list[Request]:
     if len(requests) < count:
-        raise UserError(f"There are {len(requests)} requests of {what}, and {count} are asked for: lower requests=.")
+        raise UserError(
+            f"There are {len(requests)} requests of {what}, and {count} are asked for: lower adaptation.requests."
+        )
     return requests[:count]

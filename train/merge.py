@@ -32,7 +32,8 @@ def merge_deltas(options: dict[str, Any]) -> Path:
     from train.adaptation.versions import successor
 
     source, output = Path(options["export"]).expanduser(), Path(options["output"]).expanduser()
-    found = [deltas.load(Path(folder).expanduser()) for folder in options["deltas"]]
+    folders = [options["deltas"]] if isinstance(options["deltas"], str) else options["deltas"]
+    found = [deltas.load(Path(folder).expanduser()) for folder in folders]
     merged = deltas.merge(found, options["weights"])
     module = detect(source)
     described = module.read(source.resolve())

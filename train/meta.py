@@ -77,20 +77,26 @@ def pre_adapt_export(options: dict[str, Any]) -> dict[str, tuple[float, float]]:
 def collect(
     options: dict[str, Any], target: Target, drafter: Any, decode: DecodeSettings
 ) -> tuple[dict[str, list[Record]], dict[str, list[Record]]]:
-    """Records of every domain of the stream: those to learn from, and a fifth to compare on."""
+    """Records of every domain of the stream: those to learn from, and as many as a comparison takes."""
     from data.streams import open_stream
+    from models.errors import UserError
     from train.adaptation.meta import check_domains
 
-    given, batch = options["adaptation"], options["batch"]
+    given, batch, wanted = options["adaptation"], options["batch"], options["requests"]
+    if batch < 1 or wanted < batch:
+        raise UserError(f"requests is {wanted} and batch {batch}: give a batch of at least 1, and requests for one.")
+    held = batch * (options["meta"]["inner_steps"] + 1)  # one batch to each inner step, and one to compare on
     stream = open_stream(options["stream"], target, given["requests"], given["guard"]["num_prompts"], options["seed"])
     asked: dict[str, list[list[int]]] = {}
     for request in stream.requests:
         asked.setdefault(request.domain, []).append(request.token_ids)
-    check_domains({domain: len(prompts) for domain, prompts in asked.items()}, 2 * batch)
-    wanted, law_tokens = options["requests"] + max(batch, options["requests"] // 4), given["buffer"]["law_tokens"]
-    found = {d: served(target, drafter, prompts[:wanted], decode, d, law_tokens) for d, prompts in asked.items()}
-    counts = {domain: max(batch, len(records) // 5) for domain, records in found.items()}
-    return {d: r[: -counts[d]] for d, r in found.items()}, {d: r[-counts[d] :] for d, r in found.items()}
+    check_domains({domain: len(prompts) for domain, prompts in asked.items()}, held + batch)
+    law_tokens = given["buffer"]["law_tokens"]
+    found = {
+        d: served(target, drafter, prompts[: wanted + held], decode, d, law_tokens) for d, prompts in asked.items()
+    }
+    check_domains({domain: len(records) for domain, records in found.items()}, held + batch)
+    return {d: r[:-held] for d, r in found.items()}, {d: r[-held:] for d, r in found.items()}
 
 
 def served(

@@ -31,6 +31,18 @@ DECODE = DecodeSettings(8, 3, stop_token_ids=frozenset())
 OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.0, "warmup_steps": 2}
 
 
+def tiny_export(target: Target, folder: Path) -> Path:
+    """An EAGLE drafter of the bundled target as it is built, over a few tokens."""
+    torch.manual_seed(0)
+    vocab = DraftVocab(target.vocab_size, torch.arange(300))
+    drafter = native.build(EAGLE, target, vocab)
+    described = native.Export(
+        "eagle", EAGLE, {"name": "tiny", "fingerprint": target.fingerprint, "load": {"source": "tiny"}}, 3, {}
+    )
+    native.save(drafter, described, vocab, folder, "card")
+    return folder
+
+
 def records_of(
     target: Target, drafter: Any, asked: list[list[int]], decode: DecodeSettings, law_tokens: int = 8
 ) -> list[Record]:
@@ -77,7 +89,7 @@ def session_of(
     """A session whose parts are made anew, as a restarted process does; with `weights` as the drafter's at first."""
     drafter = build_shaken(EAGLE, target, DraftVocab(target.vocab_size), seed=3)
     drafter.load_state_dict(weights or drafter.state_dict())
-    guard_settings = guard or GuardSettings(max_loss=1.0, pause=2)
+    guard_settings = guard or GuardSettings(max_loss=1.0, stop_loss=1.0, pause=2)
     learner = learner_of(copy.deepcopy(drafter), target, lora, **changes.pop("learner", {}))
     described = native.Export(
         name="some", model=EAGLE, target={"name": target.name, "fingerprint": target.fingerprint, "load": {}},

@@ -467,10 +467,16 @@ def sampled_p_value(
     prompt, length = [3, 0, 4, 1], 4
     decode = DecodeSettings(length, 3, sampling, frozenset(), **changes)
     made = generate(target, [prompt] * requests, decode, drafter, observer=observer)
-    counts = np.zeros([target.vocab_size] * length)
-    for answer in made.token_ids:
-        counts[tuple(answer)] += 1
     assert 0.1 < made.stats.acceptance_rate < 0.9, "both ways out of a test must be taken often"
+    return answers_p_value(target, prompt, made.token_ids, sampling)
+
+
+def answers_p_value(target: Target, prompt: list[int], answers: list[list[int]], sampling: SamplingParams) -> float:
+    """How well answers of four tokens to one prompt agree with the target's joint law; see `sampled_p_value`."""
+    length = 4
+    counts = np.zeros([target.vocab_size] * length)
+    for answer in answers:
+        counts[tuple(answer)] += 1
     law = joint_law(target, prompt, length, sampling)
     p_values = []
     for kept in [(0, 1, 2, 3), (1,), (2,), (1, 2), (2, 3)]:

@@ -159,7 +159,8 @@ class Learner:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go back to what `state` gave."""
         self.drafter.load_state_dict(state["drafter"])
-        self._average = _copied(state["average"])
+        place = next(self.drafter.parameters()).device
+        self._average = {name: tensor.to(place, copy=True) for name, tensor in state["average"].items()}
         self._optimizer.load_state_dict(_copied(state["optimizer"]))
         self._schedule.load_state_dict(state["schedule"])
         self.step = state["step"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -25,10 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.observer import Checked
-from models.errors import UserError
-from models.files import replacing
+from models.files import replacing, write_text
 
-PERSISTED = ("ids", "hashes")
 _REVEALING = ("token_ids", "drafted", "law_ids")  # what of a record tells the text
 
 
@@ -84,8 +83,6 @@ class Recorder:
     """An observer of the decode loop that notes every tested position of the requests of one `generate` call."""
 
     def __init__(self, prompts: list[list[int]], law_tokens: int) -> None:
-        if law_tokens < 1:
-            raise UserError(f"adaptation.buffer.law_tokens is {law_tokens}: it must be at least 1.")
         self._prompts, self._law_tokens = prompts, law_tokens
         self._lengths = [len(prompt) + 1 for prompt in prompts]  # the pass over the prompt gave one token
         self._found: list[list[tuple[Any, ...]]] = [[] for _ in prompts]
@@ -143,17 +140,16 @@ def top_law(logits: Tensor, law_tokens: int) -> tuple[Tensor, Tensor]:
 class RecordLog:
     """Records on disk, a file each, written whole or not at all: what was served is known even after a kill.
 
-    `persist` is "ids", or "hashes", with which the texts are in no file.
+    `persist` is "ids", or "hashes", with which the texts are in no file. The salt of the hashes is a secret that lies
+    beside the folder, made when it is first needed, so that hashes of equal texts differ between sessions.
     """
 
-    def __init__(self, folder: Path, persist: str = "ids", salt: str = "") -> None:
-        if persist not in PERSISTED:
-            raise UserError(f"adaptation.buffer.persist is {persist!r}: choose {' or '.join(PERSISTED)}.")
-        self._folder, self._persist, self._salt = folder, persist, salt
+    def __init__(self, folder: Path, persist: str = "ids") -> None:
+        self._folder, self._persist = folder, persist
 
     def redacted(self, record: Record) -> Record:
         """The record without its text."""
-        return record if record.redacted else record.hashed(self._salt)
+        return record if record.redacted else record.hashed(self._salt())
 
     def write(self, record: Record) -> None:
         """Keep a record. Raises UserError where the disk refuses."""
@@ -177,6 +173,12 @@ class RecordLog:
         for path in self._folder.glob("*.safetensors"):
             if path.name not in kept:
                 path.unlink()
+
+    def _salt(self) -> str:
+        path = self._folder.parent / "salt"
+        if not path.exists():
+            write_text(path, secrets.token_hex(16))
+        return path.read_text()
 
     def _file(self, request: int) -> Path:
         return self._folder / f"{request:08d}.safetensors"

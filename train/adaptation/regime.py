@@ -18,7 +18,7 @@ from models.target import Target
 from models.types import max_depth
 from train.adaptation.batches import ReplayBatch
 from train.losses import chunked_loss
-from train.regime import Regime, check_counts
+from train.regime import Regime
 
 STEPS = ("tested", "all")
 
@@ -45,6 +45,7 @@ class OnlineRegime(Regime):
         position_decay: float,
         chunk_rows: int,
         warmup_steps: int,
+        lr: float,
         **optimization: Any,
     ) -> None:
         check_adaptable(drafter)
@@ -52,8 +53,12 @@ class OnlineRegime(Regime):
             raise UserError(f"adaptation.loss has distill {distill} and task {task}: none below 0, and not both 0.")
         if steps not in STEPS:
             raise UserError(f"adaptation.loss.steps is {steps!r}: choose {' or '.join(STEPS)}.")
-        check_counts(num_steps=num_steps, chunk_rows=chunk_rows)
-        super().__init__(drafter, target, max_steps=1, warmup_fraction=0.0, **optimization)
+        for name, value in (("num_steps", num_steps), ("chunk_rows", chunk_rows)):
+            if value < 1:
+                raise UserError(f"adaptation.loss.{name} is {value}: it must be at least 1.")
+        if not lr > 0:
+            raise UserError(f"adaptation.optimizer.lr is {lr}: it must be above 0.")
+        super().__init__(drafter, target, max_steps=1, warmup_fraction=0.0, lr=lr, **optimization)
         self.distill, self.task, self.all_steps = distill, task, steps == "all"
         deepest = max_depth(drafter)
         self.num_steps = num_steps if deepest is None else min(num_steps, deepest)

@@ -11,9 +11,9 @@ import numpy as np
 from data.streams import Stream
 from engine.loop import generate
 from engine.settings import DecodeSettings
-from engine.stats import DecodingStats
 from models.target import Target
-from train.adaptation.timeline import RATES, Row, Versus, paired, requests_to_win, versus
+from train.adaptation.timeline import Row, paired, requests_to_win
+from train.adaptation.versus import RATES, Versus, counted, versus
 
 _FIRST, _LAST = 200, 100  # requests of a new domain that the table tells of
 
@@ -49,10 +49,12 @@ def _told(rows: Sequence[Row], stream: Stream, domains: Sequence[str]) -> list[s
     alarms = [f"{r.request} ({r.alarms})" for r in rows if r.alarms]
     lines.append(f"drift alarms at {', '.join(alarms) or 'no request'}")
     lines.append(f"rollbacks at {', '.join(str(r.request) for r in rows if r.rolled_back) or 'no request'}")
-    guard = [r.guard_acceptance for r in rows if r.guard_acceptance == r.guard_acceptance]
-    if guard:
+    looks = [r for r in rows if r.guard_change == r.guard_change]
+    if looks:
+        worst = min(looks, key=lambda r: r.guard_change)
         lines.append(
-            f"held-out {stream.old}: acceptance at the guard's looks from {min(guard):.3f} to {max(guard):.3f}"
+            f"held-out {stream.old}: at the worst of the guard's {len(looks)} looks, request {worst.request}, "
+            f"acceptance was {worst.guard_change:+.3f} [{worst.guard_low:+.3f}, {worst.guard_high:+.3f}] from its start"
         )
     members = {r.member for r in rows}
     if len(members) > 1:
@@ -72,13 +74,9 @@ def compare_held_out(
     for domain in dict.fromkeys(request.domain for request in stream.held_out):
         prompts = stream.of(domain)
         both = [generate(target, prompts, decode, drafter).stats for drafter in (frozen, adapted)]
-        found[domain] = {rate: versus(f"{domain}, held out", _paired(both, rate)) for rate in RATES}
+        tables = {rate: np.concatenate([counted(stats, rate) for stats in both], axis=1) for rate in RATES}
+        found[domain] = {rate: versus(f"{domain}, held out", table) for rate, table in tables.items()}
     return found
-
-
-def _paired(both: Sequence[DecodingStats], rate: str) -> np.ndarray:
-    columns = [getattr(stats, name) for stats in both for name in RATES[rate]]
-    return np.stack([column.reshape(len(column), -1).sum(1) for column in columns], axis=1)
 
 
 def plain(found: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Serve, collect, learn, prove, undo: one request after the other, and from any moment on again after a kill.
 
 A served request is a record on disk before anything is learnt from it. All else follows from the records and the last
-`state.ckpt`, which is written whole after every change of the weights: what a kill took is done again, and comes to the
-same.
+`state.ckpt`, which is written whole after every change of the weights, and every so many requests: what a kill took is
+done again, and comes to the same.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ class Session:
         if parts.frozen is not None:
             frozen = generate(parts.target, [prompt], parts.decode, parts.frozen, seeds=seeds)
             about |= counts(frozen.stats, "frozen_")
-            about["identical"] = float(frozen.token_ids == made.token_ids)
+            if parts.decode.sampling.greedy:  # else equal laws, not equal answers
+                about["identical"] = float(frozen.token_ids == made.token_ids)
         return recorder.record(0, made.token_ids[0], request=number, domain=request.domain, about=about)
 
     def absorb(self, record: Record) -> Row:
@@ -153,23 +154,26 @@ class Session:
         alarms = parts.drift.update(record.acceptance_rate)
         if alarms:
             at.alarmed_until = record.request + parts.when.after_alarm
-        if record.domain not in parts.keep_out:
-            parts.buffer.add(record)
-            self._fresh = self._still_fresh(record)
+        parts.buffer.expire(record.request)
+        learnable = [] if record.domain in parts.keep_out else [record]
+        for each in learnable:
+            parts.buffer.add(each)
+        self._fresh = self._still_fresh(record.request, learnable)
         at.next = record.request + 1
         changed = self._learn(record.request) if self._is_due(record.request) else {}
         row = replace(row, alarms=" ".join(alarms), buffer=len(parts.buffer), **changed)
         at.rows.append(row)
-        if changed:
+        if changed or at.next % parts.updates.every == 0:  # what may go from the disk goes, though nothing be learnt
             self._commit()
+        if changed:
             self._publish()
         return row
 
-    def _still_fresh(self, record: Record) -> list[Record]:
-        """What is not learnt yet, with a new record: no more than some updates take, nor older than what is kept."""
+    def _still_fresh(self, request: int, learnable: list[Record]) -> list[Record]:
+        """What is not learnt yet, with new records: no more than some updates take, nor older than what is kept."""
         limit = self.parts.buffer.retention_requests
-        kept = [r for r in self._fresh if limit is None or r.request > record.request - limit]
-        return [*kept, record][-_FRESH_UPDATES * self.parts.updates.requests :]
+        kept = [r for r in self._fresh if limit is None or r.request > request - limit]
+        return [*kept, *learnable][-_FRESH_UPDATES * self.parts.updates.requests :]
 
     def _is_due(self, request: int) -> bool:
         at, when = self._at, self.parts.when
@@ -189,9 +193,11 @@ class Session:
         if parts.guard.due(at.updates):
             started = time.perf_counter()
             parts.serving.load_state_dict(weights)
-            rate = parts.guard.measure(parts.serving)
-            row |= {"guard_acceptance": rate, "guard_s": time.perf_counter() - started}
-            if parts.guard.refuses(rate):
+            found = parts.guard.measure(parts.serving)
+            row |= {"guard_acceptance": found.adapted, "guard_change": found.difference}
+            row |= {"guard_low": found.interval[0], "guard_high": found.interval[1]}
+            row["guard_s"] = time.perf_counter() - started
+            if parts.guard.settings.refuses(found):
                 self._roll_back(request)
                 weights, row["rolled_back"] = parts.learner.weights(), 1
             else:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from engine.settings import DecodeSettings
 from eval.provenance import provenance
 from models.checkpoint import detect, target_options
 from models.errors import UserError
-from models.files import flat, write_json, write_text
+from models.files import flat, write_json
 from models.target import Target, load_target
 from train.adaptation import deltas
 from train.adaptation.domains import DomainDetector
@@ -32,6 +31,7 @@ from train.adaptation.session import ADAPTED, Parts, Session, WhenSettings, guar
 from train.adaptation.versions import Versions
 
 Options = dict[str, Any]
+PERSISTED = ("ids", "hashes")
 _FREE = ("debug", "logger", "output")  # may differ between a session and its resumption
 Kind = TypeVar("Kind")
 
@@ -47,57 +47,80 @@ class Opened:
     decode: DecodeSettings
 
 
+@dataclass(frozen=True)
+class BufferSettings:
+    """What is kept of requests (`train.adaptation.replay`, `train.adaptation.records`), and what never is."""
+
+    capacity: int
+    keep: str
+    law_tokens: int
+    retention_requests: int | None
+    persist: str
+    keep_out: Sequence[str]
+
+    def __post_init__(self) -> None:
+        if self.law_tokens < 1:
+            raise UserError(f"adaptation.buffer.law_tokens is {self.law_tokens}: it must be at least 1.")
+        if self.persist not in PERSISTED:
+            raise UserError(f"adaptation.buffer.persist is {self.persist!r}: choose {' or '.join(PERSISTED)}.")
+
+    def check(self, stream: Stream) -> None:
+        """Raise UserError for a domain to keep out that the stream does not have: a slip would let it in."""
+        domains = sorted({request.domain for request in stream.requests})
+        for domain in self.keep_out:
+            if domain not in domains:
+                raise UserError(
+                    f"adaptation.buffer.keep_out has {domain!r}: the stream's domains are {', '.join(domains)}."
+                )
+
+
 def open_session(options: Options) -> Opened:
     """Load export and target, open the stream, and begin or resume in the output folder.
 
     Raises UserError for settings that make no sense, and where the folder holds a session with others.
     """
-    given, source = options["adaptation"], Path(options["export"]).expanduser()
-    updates, guard, pool = (
+    given, source, folder = options["adaptation"], Path(options["export"]).expanduser(), output_folder(options)
+    updates, guard, pool, kept = (
         read(Updates, given["updates"], "updates"),
         read(GuardSettings, given["guard"], "guard"),
         read(PoolSettings, given["pool"], "pool"),
+        read(BufferSettings, given["buffer"], "buffer"),
     )
     when = WhenSettings(given["when"], given["after_alarm"])
     module = detect(source)
     described = module.read(source.resolve())
-    folder = output_folder(options)
     target = load_target(**target_options(described, options["target"], source))
     load: Callable[[], Any] = lambda: module.load(source, target)  # noqa: E731 (each user has weights of its own)
     serving = load()
     check_adaptable(serving)
-    decode = decode_settings(
-        options["decode"],
-        float(given["temperature"]),
-        options["seed"],
-        described.num_speculative_tokens,
-        described.tree,
-    )
+    tokens, tree, seed = described.num_speculative_tokens, described.tree, options["seed"]
+    decode = decode_settings(options["decode"], float(given["temperature"]), seed, tokens, tree)
     check_settings(target, serving, decode)
-    stream = open_stream(options["stream"], target, given["requests"], guard.num_prompts, options["seed"])
+    stream = open_stream(options["stream"], target, given["requests"], guard.num_prompts, seed)
     check_prompts(target, [request.token_ids for request in (*stream.requests, *stream.held_out)])
-    record(options, folder)
-    target.accelerate()
-    buffer, learner = given["buffer"], _learner(given, load(), target, decode, updates, options["seed"])
+    kept.check(stream)
+    learner = _learner(given, load(), target, decode, updates, seed)
     card = (source / "README.md").read_text() if (source / "README.md").exists() else ""
     parts = Parts(
         target=target,
         serving=serving,
         frozen=load() if given["compare"] else None,
         learner=learner,
-        buffer=ReplayBuffer(buffer["capacity"], buffer["keep"], buffer["retention_requests"], options["seed"]),
-        log=RecordLog(folder / "records", buffer["persist"], _salt(folder)),
+        buffer=ReplayBuffer(kept.capacity, kept.keep, kept.retention_requests, seed),
+        log=RecordLog(folder / "records", kept.persist),
         drift=read(Drift, given["drift"], "drift"),
         guard=guard_of(guard, target, stream, decode),
         versions=Versions(folder, described, card, given["versions"]["keep"]),
         pool=_pool(pool, serving, target, stream, decode),
         decode=decode,
-        law_tokens=buffer["law_tokens"],
+        law_tokens=kept.law_tokens,
         when=when,
         updates=updates,
-        keep_out=tuple(buffer["keep_out"]),
+        keep_out=tuple(kept.keep_out),
         publish_deltas=_deltas(folder, base_of(serving)) if learner.adapted else None,
     )
+    record(options, folder)
+    target.accelerate()
     return Opened(Session(parts, stream, folder), target, load(), stream, decode)
 
 
@@ -163,14 +186,6 @@ def _pool(settings: PoolSettings, serving: Any, target: Target, stream: Stream, 
 
 def _size(module: Any) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
-
-
-def _salt(folder: Path) -> str:
-    """A secret of this session, so that hashes of equal texts differ between sessions."""
-    path = folder / "salt"
-    if not path.exists():
-        write_text(path, secrets.token_hex(16))
-    return path.read_text()
 
 
 def _deltas(folder: Path, base: str) -> Callable[[Learner, int, int], None]:

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from engine.stats import DecodingStats
 from models.files import replacing, write_text
+from train.adaptation.versus import RATES, Versus, versus
 
-_RESAMPLES = 2000
 _WINDOW = 25  # requests of a rolling mean in the picture
 
 
@@ -46,7 +46,10 @@ class Row:
     updated: int = 0
     update_s: float = 0.0
     loss: float = float("nan")
-    guard_acceptance: float = float("nan")
+    guard_acceptance: float = float("nan")  # of held-out old requests, ...
+    guard_change: float = float("nan")  # ... less that of the drafter as it was handed in, ...
+    guard_low: float = float("nan")  # ... and the 95% interval of that
+    guard_high: float = float("nan")
     guard_s: float = 0.0
     rolled_back: int = 0
     buffer: int = 0
@@ -72,53 +75,20 @@ def metrics(row: Row) -> dict[str, float]:
     found = {
         f"acceptance_rate/{row.domain}": row.accepted / max(1.0, row.tested),
         f"block_efficiency/{row.domain}": row.emitted / max(1.0, row.rounds),
+        f"frozen_acceptance_rate/{row.domain}": row.frozen_accepted / max(1.0, row.frozen_tested),
         "alarms": float(bool(row.alarms)),
         "updates": float(row.updated),
+        "seconds": row.seconds,
         "update_s": row.update_s,
+        "guard_s": row.guard_s,
         "rollbacks": float(row.rolled_back),
         "version": float(row.version),
         "buffer": float(row.buffer),
         "loss": row.loss,
         "guard/acceptance_rate": row.guard_acceptance,
+        "guard/change": row.guard_change,
     }
     return {name: value for name, value in found.items() if value == value}
-
-
-@dataclass(frozen=True, slots=True)
-class Versus:
-    """Rates of two drafters on the same requests, and their difference with its 95% interval over requests."""
-
-    what: str
-    requests: int
-    frozen: float
-    adapted: float
-    difference: float
-    interval: tuple[float, float]
-
-    @property
-    def outside(self) -> bool:
-        """Whether the interval of the difference does not hold 0."""
-        return self.interval[0] > 0 or self.interval[1] < 0
-
-
-def versus(what: str, table: np.ndarray) -> Versus:
-    """Compare pooled rates of paired counts (n, 4): numerator and denominator, frozen, and the same adapted.
-
-    Requests are resampled in pairs (percentiles, fixed seed).
-    """
-    whole = table.sum(0)
-    frozen, adapted = (float(a / b) if b > 0 else float("nan") for a, b in (whole[:2], whole[2:]))
-    interval = (float("nan"), float("nan"))
-    if frozen == frozen and adapted == adapted:
-        rng = np.random.default_rng(0)
-        sums = table[rng.integers(len(table), size=(_RESAMPLES, len(table)))].sum(1)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            low, high = np.nanpercentile(sums[:, 2] / sums[:, 3] - sums[:, 0] / sums[:, 1], [2.5, 97.5])
-        interval = (float(low), float(high))
-    return Versus(what, len(table), frozen, adapted, adapted - frozen, interval)
-
-
-RATES = {"acceptance_rate": ("accepted", "tested"), "block_efficiency": ("emitted", "rounds")}
 
 
 def paired(rows: Sequence[Row], rate: str) -> np.ndarray:
@@ -175,11 +145,14 @@ def draw(rows: Sequence[Row], old: str, max_loss: float | None, path: Path) -> N
             before = np.vstack([np.zeros((min(_WINDOW, len(sums)), 2)), sums[:-_WINDOW]])
             ratio = (sums - before)[:, 0] / np.maximum(1, (sums - before)[:, 1])
             above.plot(numbers, ratio, color=colour, label=f"{label}, last {_WINDOW} requests")
-    guard = [(r.request, r.guard_acceptance) for r in rows if r.guard_acceptance == r.guard_acceptance]
-    if guard:
-        above.plot(*zip(*guard, strict=True), "o", ms=3, color="tab:green", label=f"held-out {old}")
+    looks = [r for r in rows if r.guard_change == r.guard_change]
+    if looks:
+        rates, changes = (np.array([getattr(r, f"guard_{name}") for r in looks]) for name in ("acceptance", "change"))
+        ends = np.array([[r.guard_change - r.guard_low, r.guard_high - r.guard_change] for r in looks]).T
+        style = {"fmt": "o", "ms": 3, "lw": 0.6, "color": "tab:green", "label": f"held-out {old} [95%]"}
+        above.errorbar([r.request for r in looks], rates, yerr=ends.clip(min=0), **style)
         if max_loss is not None:
-            above.axhline(guard[0][1] - max_loss, color="tab:green", ls=":", label="the guard's limit")
+            above.axhline(rates[0] - changes[0] - max_loss, color="tab:green", ls=":", label="the guard's limit")
     changes = [b.request for a, b in pairwise(rows) if a.domain != b.domain]
     marks = (
         ([r.request for r in rows if r.alarms], "alarm", "tab:orange", "--"),

@@ -14,8 +14,7 @@ import torch
 
 from models.checkpoint import native
 from models.target import Target, load_target
-from models.vocab import DraftVocab
-from tests.helpers.adaptation import EAGLE, equal
+from tests.helpers.adaptation import equal, tiny_export
 from train.callbacks import AtomicCheckpoints
 
 ROOT = Path(__file__).parents[3]
@@ -37,16 +36,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def export(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An EAGLE drafter as it is built, over a few tokens."""
-    folder = tmp_path_factory.mktemp("drafter") / "export"
-    torch.manual_seed(0)
-    vocab = DraftVocab(target.vocab_size, torch.arange(300))
-    drafter = native.build(EAGLE, target, vocab)
-    described = native.Export(
-        "eagle", EAGLE, {"name": "tiny", "fingerprint": target.fingerprint, "load": {"source": "tiny"}}, 3, {}
-    )
-    native.save(drafter, described, vocab, folder, "card")
-    return folder
+    return tiny_export(target, tmp_path_factory.mktemp("drafter") / "export")
 
 
 def start(*arguments: str) -> "subprocess.Popen[str]":

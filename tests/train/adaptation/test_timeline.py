@@ -11,7 +11,8 @@ from rich.console import Console
 
 from data.streams import Request, Stream
 from train.adaptation import report, timeline
-from train.adaptation.timeline import Row, paired, requests_to_win, versus
+from train.adaptation.timeline import Row, paired, requests_to_win
+from train.adaptation.versus import RATES, versus
 
 ROW = Row(0, "code", "adapted", 0, 10, 20, 15, 10, 0.5, 10, 18, 15, 8, 1.0)
 
@@ -55,17 +56,23 @@ def test_the_first_win_is_that_of_a_window() -> None:
 
 def test_a_report_tells_of_every_domain_and_of_what_was_done(tmp_path: Path) -> None:
     rows = rows_of([0.0] * 30, "code") + rows_of([9.0] * 210, "prose", 30)
-    rows[12] = replace(rows[12], alarms="cusum", updated=1, update_s=2.4, guard_acceptance=0.5)
-    rows[40] = replace(rows[40], updated=1, rolled_back=1, guard_acceptance=0.4, version=1)
+    looked = {"guard_acceptance": 0.5, "guard_change": 0.02, "guard_low": -0.01, "guard_high": 0.04}
+    worse = {"guard_acceptance": 0.4, "guard_change": -0.08, "guard_low": -0.1, "guard_high": -0.06}
+    rows[12] = replace(rows[12], alarms="cusum", updated=1, update_s=2.4, **looked)
+    rows[40] = replace(rows[40], updated=1, rolled_back=1, version=1, **worse)
     stream = Stream([Request([1], r.domain) for r in rows], [])
-    held = {"code": {rate: versus("code, held out", paired(rows[:9], rate)) for rate in timeline.RATES}}
+    held = {"code": {rate: versus("code, held out", paired(rows[:9], rate)) for rate in RATES}}
     found = report.report(rows, stream, held)
     titles = ["code, as served", "prose, as served", "prose, its first 200", "prose, its last 100", "code, held out"]
     assert [entry["acceptance_rate"].what for entry in found["compared"]] == titles
     told = "\n".join(found["told"])
     assert "240 requests, 2 updates, 2 versions" in told and "learning 0.010" in told
     assert "prose begins at request 30; a gain of the last 50 outside its interval: after 50 of its requests" in told
-    assert "drift alarms at 12 (cusum)" in told and "rollbacks at 40" in told and "from 0.400 to 0.500" in told
+    assert (
+        "drift alarms at 12 (cusum)" in told
+        and "rollbacks at 40" in told
+        and "2 looks, request 40, acceptance was -0.080 [-0.100, -0.060]" in told
+    )
     console = Console(width=140, record=True, file=(tmp_path / "out").open("w"))
     timeline.print_report(found, console)
     assert "prose, its last 100" in console.export_text()

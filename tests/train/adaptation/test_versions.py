@@ -16,9 +16,10 @@ from models.errors import UserError
 from models.sampling import SamplingParams
 from models.tree import StaticTree
 from models.vocab import DraftVocab
-from tests.helpers.adaptation import EAGLE, equal
+from tests.helpers.adaptation import EAGLE, equal, learner_of
 from tests.helpers.drafters import (
     LEAST_P_VALUE,
+    answers_p_value,
     build_shaken,
     five_token_target,
     prompts,
@@ -26,7 +27,9 @@ from tests.helpers.drafters import (
     shaken,
     tiny_target,
 )
-from train.adaptation.versions import Swap, Versions
+from train.adaptation.records import Recorder
+from train.adaptation.replay import ReplayBuffer
+from train.adaptation.versions import Observers, Swap, Versions
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +138,30 @@ def test_sampled_law_is_the_targets_while_weights_change(changes: dict) -> None:
     shaking = Shaking(drafter)
     p_value = sampled_p_value(target, drafter, SamplingParams(1.0), observer=shaking, **changes)
     assert p_value > LEAST_P_VALUE and len(set(shaking.served)) > 2
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(1.0), SamplingParams(0.7, top_k=3)])
+def test_sampled_law_is_the_targets_while_a_drafter_learns_from_its_own_drafts(sampling: SamplingParams) -> None:
+    """Every update learns from the very answers that are counted, and the next answers are drafted with it."""
+    target, prompt = five_token_target(), [3, 0, 4, 1]
+    serving = build_shaken(EAGLE, target, DraftVocab(5), seed=1)
+    learner = learner_of(copy.deepcopy(serving), target, updates={"steps": 3, "requests": 32})
+    swap, buffer, answers, served, rates = Swap(serving), ReplayBuffer(64, "reservoir"), [], set(), []
+    decode = DecodeSettings(4, 3, sampling, frozenset())
+    for turn in range(10):
+        asked = [prompt] * 400
+        recorder = Recorder(asked, law_tokens=5)
+        seeds = [turn * len(asked) + i for i in range(len(asked))]
+        made = generate(target, asked, decode, serving, seeds=seeds, observer=Observers([swap, recorder]))
+        answers += made.token_ids
+        served.add(float(serving.fc.weight.double().sum()))
+        rates.append(made.stats.acceptance_rate)
+        records = [
+            recorder.record(i, made.token_ids[i], request=seeds[i], domain="", about={}) for i in range(len(asked))
+        ]
+        learner.update(records[:32], buffer)
+        for record in records[32:64]:
+            buffer.add(record)
+        swap.offer(learner.weights())
+    assert answers_p_value(target, prompt, answers, sampling) > LEAST_P_VALUE
+    assert len(served) == 10 and rates[-1] > rates[0] + 0.1, "it has learnt meanwhile"
