@@ -53,11 +53,13 @@ def test_what_is_learnt_at_a_position_is_the_law_that_was_tested_there(target: T
     assert {0, 1} <= seen
 
 
-def test_learning_from_what_was_tested_raises_acceptance(target: Target, adaptable: Any) -> None:
+def test_learning_from_what_was_tested_raises_acceptance(target: Target, adaptable: Any, recipe: Any) -> None:
+    """By all weights, and with a reduced draft vocabulary by adapters."""
+    lora = {"rank": 8, "alpha": 32} if recipe.reduced else None
     decode, asked = DecodeSettings(14, 3, stop_token_ids=frozenset()), prompts(LENGTHS, target.vocab_size, seed=5)
-    records, before = records_of(target, adaptable, asked, decode, law_tokens=16), 0.0
+    records = records_of(target, adaptable, asked, decode, law_tokens=16)
     before = generate(target, asked, decode, adaptable).stats.acceptance_rate
-    learner = learner_of(copy.deepcopy(adaptable), target, updates={"steps": 40, "requests": 6})
+    learner = learner_of(copy.deepcopy(adaptable), target, lora, updates={"steps": 40, "requests": 6})
     learner.update(records, ReplayBuffer(6, "reservoir"))
     adaptable.load_state_dict(learner.weights())
     after = generate(target, asked, decode, adaptable.eval()).stats.acceptance_rate

@@ -5,14 +5,27 @@ from pathlib import Path
 
 import pytest
 
+from data import prompts
+from data.stdlib import Document
 from data.streams import PRESETS, Stream, open_stream
 from models.errors import UserError
 from models.target import Target, load_target
+from tests.helpers.adaptation import few_documents
 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
     return load_target("tiny")
+
+
+@pytest.fixture(autouse=True)
+def _a_few_documents(monkeypatch: pytest.MonkeyPatch, few: list[Document]) -> None:
+    monkeypatch.setattr(prompts, "documents", lambda: few)
+
+
+@pytest.fixture(scope="module")
+def few() -> list[Document]:
+    return few_documents()
 
 
 @pytest.mark.parametrize(("name", "new"), [("shift", "prose"), ("hostile", "noise")])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from data.stdlib import Document, documents
 from data.streams import Request, Stream
 from engine.loop import generate
 from engine.settings import DecodeSettings
@@ -29,6 +31,12 @@ EAGLE = {"_target_": "models.drafter.eagle.EagleDrafter"}
 LOSS = {"distill": 1.0, "task": 0.1, "steps": "all", "num_steps": 3, "position_decay": 1.0, "chunk_rows": 64}
 DECODE = DecodeSettings(8, 3, stop_token_ids=frozenset())
 OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.0, "warmup_steps": 2}
+
+
+def few_documents() -> list[Document]:
+    """A part of the standard library's documents, from which the preset streams are made in less time."""
+    topics = [document for document in documents() if document.name.startswith("topics/")]
+    return [*itertools.islice(documents("test"), 12), *itertools.islice(documents("validation"), 12), *topics]
 
 
 def tiny_export(target: Target, folder: Path) -> Path:
@@ -102,8 +110,8 @@ def session_of(
         serving=serving,
         frozen=drafter,
         learner=learner,
-        buffer=changes.pop("buffer", None) or ReplayBuffer(4, "reservoir"),
-        log=changes.pop("log", None) or RecordLog(folder / "records"),
+        buffer=changes.pop("buffer", ReplayBuffer(4, "reservoir")),
+        log=changes.pop("log", RecordLog(folder / "records")),
         drift=Drift(3, 0.5, 3.0),
         guard=Guard(guard_settings, target, stream.of("old"), DECODE),
         versions=Versions(folder, described, "card", keep=2),

@@ -7,9 +7,11 @@ import hydra
 import pytest
 
 from conf.compose import ROOT, plain
+from data import prompts
+from data.stdlib import Document
 from models.errors import UserError
 from models.target import Target, load_target
-from tests.helpers.adaptation import tiny_export
+from tests.helpers.adaptation import few_documents, tiny_export
 from train.adaptation.setup import open_session
 from train.run import adapted_options
 
@@ -26,6 +28,16 @@ def export(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_export(target, tmp_path_factory.mktemp("drafter") / "export")
 
 
+@pytest.fixture(scope="module")
+def few() -> list[Document]:
+    return few_documents()
+
+
+@pytest.fixture(autouse=True)
+def _a_few_documents(monkeypatch: pytest.MonkeyPatch, few: list[Document]) -> None:
+    monkeypatch.setattr(prompts, "documents", lambda: few)
+
+
 def options(root: str, *overrides: str) -> dict[str, Any]:
     with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
         return plain(hydra.compose(root, overrides=list(overrides)))
@@ -35,7 +47,6 @@ def options(root: str, *overrides: str) -> dict[str, Any]:
     ("override", "sentence"),
     [
         ("stream=nowhere", "choose shift, instructions, hostile or a JSONL file"),
-        ("stream=instructions", "has no chat template"),
         ("export=NOWHERE", "NOWHERE"),
         ("adaptation.requests=100000", "lower adaptation.requests"),
         ("adaptation.temperature=-1", "temperature is -1"),

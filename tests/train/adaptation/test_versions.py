@@ -154,7 +154,7 @@ def test_sampled_law_is_the_targets_while_a_drafter_learns_from_its_own_drafts(s
         seeds = [turn * len(asked) + i for i in range(len(asked))]
         made = generate(target, asked, decode, serving, seeds=seeds, observer=Observers([swap, recorder]))
         answers += made.token_ids
-        served.add(float(serving.fc.weight.double().sum()))
+        served.add(float(serving.fc.weight.detach().double().sum()))
         rates.append(made.stats.acceptance_rate)
         records = [
             recorder.record(i, made.token_ids[i], request=seeds[i], domain="", about={}) for i in range(len(asked))
