@@ -147,12 +147,12 @@ def draw(rows: Sequence[Row], old: str, max_loss: float | None, path: Path) -> N
             above.plot(numbers, ratio, color=colour, label=f"{label}, last {_WINDOW} requests")
     looks = [r for r in rows if r.guard_change == r.guard_change]
     if looks:
-        rates, changes = (np.array([getattr(r, f"guard_{name}") for r in looks]) for name in ("acceptance", "change"))
-        ends = np.array([[r.guard_change - r.guard_low, r.guard_high - r.guard_change] for r in looks]).T
-        style = {"fmt": "o", "ms": 3, "lw": 0.6, "color": "tab:green", "label": f"held-out {old} [95%]"}
-        above.errorbar([r.request for r in looks], rates, yerr=ends.clip(min=0), **style)
+        places, rates = [r.request for r in looks], [r.guard_acceptance for r in looks]
+        ends = np.array([[r.guard_change - r.guard_low, r.guard_high - r.guard_change] for r in looks]).T.clip(min=0)
+        above.errorbar(places, rates, ends, fmt="o", ms=3, lw=0.6, color="tab:green", label=f"held-out {old} [95%]")
         if max_loss is not None:
-            above.axhline(rates[0] - changes[0] - max_loss, color="tab:green", ls=":", label="the guard's limit")
+            start = looks[0].guard_acceptance - looks[0].guard_change
+            above.axhline(start - max_loss, color="tab:green", ls=":", label="the guard's limit")
     changes = [b.request for a, b in pairwise(rows) if a.domain != b.domain]
     marks = (
         ([r.request for r in rows if r.alarms], "alarm", "tab:orange", "--"),
