@@ -52,9 +52,8 @@ def open_stream(name: str, target: Target, count: int, held_out: int, seed: int)
         raise UserError(f"A stream of {count} requests with {held_out} held out: give at least 2 and 1.")
     if name in PRESETS:
         return PRESETS[name](target, count, held_out, seed)
+    check_stream(name)
     path = Path(name).expanduser()
-    if not path.exists():
-        raise UserError(f"stream={name}: there is no such file; choose {', '.join(PRESETS)} or a JSONL file.")
     asked = _requests(target, list(read_prompts(path)))
     places: dict[str, list[int]] = {}
     for place, request in enumerate(asked):
@@ -69,6 +68,12 @@ def open_stream(name: str, target: Target, count: int, held_out: int, seed: int)
             "adaptation.guard.num_prompts."
         )
     return Stream(served, [asked[place] for place in aside])
+
+
+def check_stream(name: str) -> None:
+    """Raise UserError for a name that is neither of `PRESETS` nor of a file."""
+    if name not in PRESETS and not Path(name).expanduser().is_file():
+        raise UserError(f"stream={name}: there is no such file; choose {', '.join(PRESETS)} or a JSONL file.")
 
 
 def shift(target: Target, count: int, held_out: int, seed: int) -> Stream:

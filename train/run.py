@@ -29,6 +29,12 @@ def job(config: DictConfig) -> float | None:
     from train import pipeline, settings  # torch, lightning and transformers: only once the command line is right
 
     adaptation = options.pop("adaptation", None)
+    if adaptation is not None:
+        from data.streams import check_stream
+        from train.adaptation.setup import sections_of
+
+        check_stream(adaptation["stream"])
+        sections_of(adaptation)
     options = settings.with_start(settings.with_tree(options))
     run = settings.run_folder(options)
     found = pipeline.run_job(options, run)

@@ -74,19 +74,45 @@ class BufferSettings:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """The sections of `conf/adaptation` that make sense by themselves."""
+
+    updates: Updates
+    guard: GuardSettings
+    pool: PoolSettings
+    buffer: BufferSettings
+    drift: Drift
+    when: WhenSettings
+
+
+def sections_of(given: Options) -> Sections:
+    """Read and check what can be checked without an export, in no time: a run may train before it adapts.
+
+    Raises UserError for settings that make no sense, and for folders without an export.
+    """
+    sections = Sections(
+        read(Updates, given["updates"], "updates"),
+        read(GuardSettings, given["guard"], "guard"),
+        read(PoolSettings, given["pool"], "pool"),
+        read(BufferSettings, given["buffer"], "buffer"),
+        read(Drift, given["drift"], "drift"),
+        WhenSettings(given["when"], given["after_alarm"]),
+    )
+    ReplayBuffer(sections.buffer.capacity, sections.buffer.keep, sections.buffer.retention_requests)
+    for place in sections.pool.experts.values():
+        detect(Path(place).expanduser())
+    return sections
+
+
 def open_session(options: Options) -> Opened:
     """Load export and target, open the stream, and begin or resume in the output folder.
 
     Raises UserError for settings that make no sense, and where the folder holds a session with others.
     """
     given, source, folder = options["adaptation"], Path(options["export"]).expanduser(), output_folder(options)
-    updates, guard, pool, kept = (
-        read(Updates, given["updates"], "updates"),
-        read(GuardSettings, given["guard"], "guard"),
-        read(PoolSettings, given["pool"], "pool"),
-        read(BufferSettings, given["buffer"], "buffer"),
-    )
-    when = WhenSettings(given["when"], given["after_alarm"])
+    sections = sections_of(given)
+    updates, guard, kept = sections.updates, sections.guard, sections.buffer
     module = detect(source)
     described = module.read(source.resolve())
     target = load_target(**target_options(described, options["target"], source))
@@ -108,13 +134,13 @@ def open_session(options: Options) -> Opened:
         learner=learner,
         buffer=ReplayBuffer(kept.capacity, kept.keep, kept.retention_requests, seed),
         log=RecordLog(folder / "records", kept.persist),
-        drift=read(Drift, given["drift"], "drift"),
+        drift=sections.drift,
         guard=guard_of(guard, target, stream, decode),
         versions=Versions(folder, described, card, given["versions"]["keep"]),
-        pool=_pool(pool, serving, target, stream, decode),
+        pool=_pool(sections.pool, serving, target, stream, decode),
         decode=decode,
         law_tokens=kept.law_tokens,
-        when=when,
+        when=sections.when,
         updates=updates,
         keep_out=tuple(kept.keep_out),
         publish_deltas=_deltas(folder, base_of(serving)) if learner.adapted else None,

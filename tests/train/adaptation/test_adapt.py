@@ -114,3 +114,28 @@ def test_two_nodes_are_merged(export: Path, target: Target, tmp_path: Path) -> N
     assert not equal(base, merged)
     other = start("train/merge.py", f"export={output}", f"deltas=[{newest[0]}]", f"output={tmp_path / 'wrong'}")
     assert "not learnt from" in other.communicate(timeout=120)[0] and other.returncode == 2
+
+
+@pytest.mark.slow
+def test_a_run_trains_then_adapts(tmp_path: Path) -> None:
+    trained = ["run_name=run", "data.sizes.train=32", "data.sizes.validation=4", "data.sizes.test=4",
+               "data.answers.max_new_tokens=16", "fit.max_steps=10", "fit.evaluate_every=10",
+               "fit.validation_prompts=2", "measure.num_prompts=2", "measure.temperatures=[0]"]  # fmt: skip
+    command = ["train/run.py", "+drafter=medusa", "+adaptation=replay", f"output_root={tmp_path}", *trained, *SMALL]
+    output = finish(start(*command))
+    assert "Frozen and adapted drafter on the same requests" in output
+    assert "answers identical to the frozen drafter's: 18 of 18" in output
+    assert len(rows_of(tmp_path / "run" / "adapted-shift")) == 18
+    again = finish(start(*command))  # nothing is trained or served twice
+    assert "this run is finished" in again and "18 requests of shift, 18 of them served before" in again
+
+
+@pytest.mark.slow
+def test_a_start_is_learnt_over_domains(export: Path, target: Target, tmp_path: Path) -> None:
+    sizes = ["adaptation.requests=24", "decode.max_new_tokens=12", "requests=6", "batch=2", "meta.outer_steps=4"]
+    command = ["train/meta.py", f"export={export}", f"output={tmp_path / 'start'}", "meta.inner_steps=1", *sizes]
+    output = finish(start(*command))
+    assert "code: loss after 1 steps" in output and "prose: loss after 1 steps" in output
+    learnt = native.load(tmp_path / "start", target).state_dict()
+    assert not equal(learnt, native.load(export, target).state_dict())
+    assert native.read(tmp_path / "start").provenance["adaptation"]["domains"] == ["code", "prose"]
