@@ -25,21 +25,18 @@ def job(config: DictConfig) -> None:
 
 def adapt(options: dict[str, Any]) -> dict[str, Any]:
     """Serve the stream, or what is left of it, and compare; returns the report."""
-    from models.errors import UserError
     from models.files import write_json
     from train.adaptation import report, timeline
     from train.adaptation.setup import open_session, output_folder
-    from train.settings import instantiate
+    from train.pipeline import open_logger
 
     opened, folder = open_session(options), output_folder(options)
     session, guard = opened.session, opened.session.parts.guard
     print(f"{len(opened.stream.requests)} requests of {options['stream']}, {len(session.rows)} of them served before")
-    try:
-        logger = instantiate(options["logger"], save_dir=str(folder))
-    except ModuleNotFoundError as error:
-        raise UserError('logger=wandb needs a package: pip install "draftsmith[wandb]".') from error
+    logger = open_logger(options, folder)
+    if hasattr(logger, "begin"):
+        logger.begin(options)
     rows = session.run(lambda row: logger.log_metrics(timeline.metrics(row), step=row.request))
-    logger.finalize("success")
     held_out = report.compare_held_out(
         opened.target, opened.stream, opened.frozen, session.parts.serving, opened.decode
     )
@@ -47,6 +44,9 @@ def adapt(options: dict[str, Any]) -> dict[str, Any]:
     timeline.print_report(found)
     limit = guard.settings.max_loss if guard.settings.enabled else None
     timeline.draw(rows, opened.stream.old, limit, folder / "timeline.png")
+    if hasattr(logger, "log_image"):
+        logger.log_image("timeline", [str(folder / "timeline.png")])
+    logger.finalize("success")
     write_json(folder / "adaptation.json", report.plain(found))
     print(f"adapted drafter: {session.parts.versions.current}\ntimeline: {folder / 'timeline.csv'} and .png")
     return found

@@ -64,6 +64,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_killed_session_ends_as_an_undisturbed_one(export: Path, target: Target, tmp_path: Path) -> None:
     def command(name: str) -> list[str]:
         return ["train/adapt.py", f"export={export}", f"output={tmp_path / name}", "stream=shift", *SMALL]
