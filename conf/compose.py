@@ -23,7 +23,7 @@ from models.errors import UserError
 
 ROOT = Path(__file__).parent
 GROUPS_TO_ADD = {
-    "train": ("experiment", "drafter"),
+    "train": ("experiment", "drafter", "adaptation"),
     "parity": ("parity",),
 }  # groups without a default, by configuration
 _NESTED = ("decode.draft_length",)  # groups within a section, which Hydra chooses from by decode/draft_length=NAME

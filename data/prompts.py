@@ -22,6 +22,7 @@ from models.target import Target
 
 BUILTIN = Path(__file__).parent / "builtin.jsonl"
 SPLITS = ("train", "validation", "test")
+KINDS = ("code", "docs")  # of the standard library's documents
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -58,17 +59,26 @@ class StandardLibrary:
     """Openings of the standard library's files and topics, `min_tokens` to `max_tokens` long, to be continued.
 
     A document's split is that of `data.stdlib`, so that test prompts come from files that no model was trained on.
+    With `kind` "code" or "docs" they are of source files or of topics alone. Raises UserError for any other.
     """
 
     min_tokens: int = 16
     max_tokens: int = 96
     per_document: int = 64
+    kind: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in (None, *KINDS):
+            raise UserError(f"data.source.kind is {self.kind!r}: choose {' or '.join(KINDS)}, or null for both.")
 
     def prompts(self, target: Target, count: int, seed: int) -> list[Prompt]:
         """Cut prompts at random places of random documents, in a fixed proportion of the splits."""
         rng = random.Random(seed)
         found: list[Prompt] = []
         for document in documents():
+            kind = "docs" if document.name.startswith("topics/") else "code"
+            if self.kind not in (None, kind):
+                continue
             lines = document.text.splitlines(keepends=True)
             for _ in range(min(self.per_document, 1 + len(lines) // 20)):
                 start = rng.randrange(len(lines))
@@ -77,7 +87,6 @@ class StandardLibrary:
                 ids = target.encode(text)
                 if len(ids) < length:
                     continue
-                kind = "docs" if document.name.startswith("topics/") else "code"
                 cut = target.decode(ids[:length])
                 found.append(Prompt((cut,), category=kind, continuation=True, split=document.split))
         rng.shuffle(found)

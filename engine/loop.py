@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from engine.choose import verify
 from engine.committed import Unread
 from engine.draft_length import Lengths, Round, policy_for
+from engine.observer import Checked, Observer
 from engine.settings import DecodeSettings
 from engine.stats import DecodingStats
 from engine.stopping import StopStrings
@@ -68,14 +69,15 @@ def generate(
     seeds: list[int] | None = None,
     on_tokens: TokenCallback | None = None,
     remember: bool = False,
+    observer: Observer | None = None,
 ) -> Generation:
     """Answer `prompts` (token ids) as one batch, with or without a drafter; the law of the answers is the same.
 
     `seeds` gives each request a stream of its own; without it request i takes settings.seed + i. With `remember` the
     drafter is taught all texts at the end, in the order of `prompts`: drafts of this call do not depend on it, and what
-    is learnt not on which request finished first. Raises UserError for an empty prompt, for one that leaves no room for
-    a single token in the model's context, and for a drafter that cannot `remember`; ValueError where there are not as
-    many seeds as prompts.
+    is learnt not on which request finished first. `observer` sees all rounds. Raises UserError for an empty prompt, for
+    one that leaves no room for a single token in the model's context, and for a drafter that cannot `remember`;
+    ValueError where there are not as many seeds as prompts.
     """
     if remember and not hasattr(drafter, "remember"):
         name = "Plain decoding" if drafter is None else type(drafter).__name__
@@ -87,11 +89,13 @@ def generate(
         raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts")
     started = time.perf_counter()
     with torch.inference_mode():
-        batch = _Batch(target, prompts, settings, drafter, seeds, on_tokens)
+        batch = _Batch(target, prompts, settings, drafter, seeds, on_tokens, observer)
         if prompts:
             batch.prefill()
         batch.seconds.prefill = time.perf_counter() - started
         while batch.requests:
+            if observer is not None:
+                observer.before_round()
             batch.round()
     batch.seconds.total = time.perf_counter() - started
     if remember:
@@ -140,9 +144,10 @@ class _Batch:
         drafter: Drafter | None,
         seeds: list[int],
         on_tokens: TokenCallback | None,
+        observer: Observer | None,
     ) -> None:
         self.target, self.prompts, self.settings, self.drafter = target, prompts, settings, drafter
-        self.on_tokens = on_tokens
+        self.on_tokens, self.observer = on_tokens, observer
         self.capture = drafter.capture_layers if drafter is not None else ()
         self.width, self.depth = (settings.num_nodes, settings.depth) if drafter is not None else (0, 0)
         self.width = max(self.width, getattr(drafter, "num_rows", 0))
@@ -213,6 +218,8 @@ class _Batch:
         logits, hidden, choices = self._read(nodes, parents, draft.probes)
         limit = torch.tensor(limits, device=nodes.device)
         verdict = self._verify(logits, nodes, parents, draft, limit)
+        if self.observer is not None:
+            self.observer.checked(Checked(self.requests, draft, limits, logits, verdict))
         path = None if verdict.path is None else nn.functional.pad(verdict.path + 1, (1, 0))  # (B, 1 + P) rows to keep
         tokens = nodes if path is None else nodes.gather(1, path)
         following = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1)

@@ -3,11 +3,16 @@
     python train/run.py +drafter=eagle
     python train/run.py +drafter=eagle target=smollm2
     python train/run.py +drafter=eagle target=hf target.name_or_path=FOLDER data=file data.source.path=PROMPTS.jsonl
+    python train/run.py +drafter=eagle +adaptation=replay
 
+With `adaptation` the export then answers a stream of requests and learns from it (train/adapt.py).
 Started again, the same command goes on where it stopped.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -23,8 +28,35 @@ def job(config: DictConfig) -> float | None:
     options = plain(config)
     from train import pipeline, settings  # torch, lightning and transformers: only once the command line is right
 
+    adaptation = options.pop("adaptation", None)
+    if adaptation is not None:
+        from data.streams import check_stream
+        from train.adaptation.setup import sections_of
+
+        check_stream(adaptation["stream"])
+        sections_of(adaptation)
     options = settings.with_start(settings.with_tree(options))
-    return pipeline.run_job(options, settings.run_folder(options))
+    run = settings.run_folder(options)
+    found = pipeline.run_job(options, run)
+    if adaptation is not None:
+        from train.adapt import adapt
+
+        adapt(adapted_options(options, adaptation, run))
+    return found
+
+
+def adapted_options(options: dict[str, Any], adaptation: dict[str, Any], run: Path) -> dict[str, Any]:
+    """What train/adapt.py is told of the run's export."""
+    place = dict.fromkeys(("source", "name_or_path", "dtype", "attn_implementation", "revision"))  # as the export says
+    target = {key: options["target"][key] for key in ("device", "trust_remote_code")}
+    return {
+        **{key: options[key] for key in ("decode", "logger", "seed", "debug")},
+        "adaptation": adaptation,
+        "export": str(run / "export"),
+        "stream": adaptation["stream"],
+        "output": None,
+        "target": place | target,
+    }
 
 
 if __name__ == "__main__":

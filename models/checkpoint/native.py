@@ -227,9 +227,10 @@ def read_config(path: Path) -> dict[str, Any]:
 def load(folder: Path, target: Target) -> Any:
     """Rebuild the drafter of an export for `target`.
 
-    Raises UserError, naming what is wrong: another target than it was trained for, a damaged file, tensors that are
-    missing, unknown or of another shape.
+    A link is followed once, so that all files are of one version. Raises UserError, naming what is wrong: another
+    target than it was trained for, a damaged file, tensors that are missing, unknown or of another shape.
     """
+    folder = folder.resolve()
     export = read(folder)
     refuse_other_target(export, target, folder)
     config, weights = read_config(folder / "config.json"), folder / "model.safetensors"

@@ -450,7 +450,12 @@ def joint_law(target: Target, prompt: list[int], length: int, sampling: Sampling
 
 
 def sampled_p_value(
-    target: Target, drafter: Any, sampling: SamplingParams, requests: int = 4000, **changes: Any
+    target: Target,
+    drafter: Any,
+    sampling: SamplingParams,
+    requests: int = 4000,
+    observer: Any = None,
+    **changes: Any,
 ) -> float:
     """How well what the engine samples, four tokens at a time, agrees with the target's joint law.
 
@@ -460,11 +465,18 @@ def sampled_p_value(
     1 / 1.2 for some three of them only: smaller errors are left to the exact tests of the verifier.
     """
     prompt, length = [3, 0, 4, 1], 4
-    made = generate(target, [prompt] * requests, DecodeSettings(length, 3, sampling, frozenset(), **changes), drafter)
-    counts = np.zeros([target.vocab_size] * length)
-    for answer in made.token_ids:
-        counts[tuple(answer)] += 1
+    decode = DecodeSettings(length, 3, sampling, frozenset(), **changes)
+    made = generate(target, [prompt] * requests, decode, drafter, observer=observer)
     assert 0.1 < made.stats.acceptance_rate < 0.9, "both ways out of a test must be taken often"
+    return answers_p_value(target, prompt, made.token_ids, sampling)
+
+
+def answers_p_value(target: Target, prompt: list[int], answers: list[list[int]], sampling: SamplingParams) -> float:
+    """How well answers of four tokens to one prompt agree with the target's joint law; see `sampled_p_value`."""
+    length = 4
+    counts = np.zeros([target.vocab_size] * length)
+    for answer in answers:
+        counts[tuple(answer)] += 1
     law = joint_law(target, prompt, length, sampling)
     p_values = []
     for kept in [(0, 1, 2, 3), (1,), (2,), (1, 2), (2, 3)]:

@@ -1,0 +1,272 @@
+"""Serving and learning as one: a kill takes nothing, hostile traffic is undone, answers stay the target's."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.streams import Request, Stream
+from engine.loop import generate
+from models.checkpoint import native
+from tests.helpers.adaptation import equal, random_stream, session_of, taught
+from tests.helpers.drafters import tiny_target
+from train.adaptation import deltas
+from train.adaptation.guard import Guard, GuardSettings
+from train.adaptation.learner import Learner
+from train.adaptation.records import Record, RecordLog
+from train.adaptation.replay import ReplayBuffer
+from train.adaptation.session import Session, WhenSettings
+from train.adaptation.versions import Versions
+from train.callbacks import AtomicCheckpoints
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(torch.float64)
+
+
+@pytest.fixture(scope="module")
+def stream(target) -> Stream:
+    return random_stream(target.vocab_size)
+
+
+def told(session: Session) -> list[Any]:
+    """What rows tell, but for the clock."""
+    return [json.dumps(vars_of(replace(r, seconds=0.0, update_s=0.0, guard_s=0.0))) for r in session.rows]
+
+
+def vars_of(row: Any) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in row.__slots__}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(target, stream, tmp_path_factory) -> Session:
+    session = session_of(target, tmp_path_factory.mktemp("undisturbed"), stream)
+    session.run()
+    return session
+
+
+def test_answers_are_plain_decodings_over_the_whole_stream(target, stream, tmp_path: Path) -> None:
+    session = session_of(target, tmp_path, stream)
+    decode = session.parts.decode
+    versions = set()
+    for number, request in enumerate(stream.requests):
+        versions.add(session.version)
+        record = session.serve(number, request)
+        plain = generate(target, [request.token_ids], decode).token_ids[0]
+        assert record.token_ids[record.prompt_tokens :].tolist() == plain
+        session.absorb(record)
+    assert len(versions) > 3
+
+
+def test_the_current_version_is_the_drafter_that_serves(target, undisturbed: Session) -> None:
+    loaded = native.load(undisturbed.parts.versions.current, target)
+    assert equal(loaded.state_dict(), undisturbed.parts.serving.state_dict())
+    assert equal(loaded.state_dict(), undisturbed.parts.learner.weights())
+    assert not equal(loaded.state_dict(), undisturbed.parts.frozen.state_dict())
+    lines = (undisturbed.folder / "timeline.csv").read_text().splitlines()
+    assert len(lines) == 11 and lines[0].startswith("request,domain,member,version")
+    assert undisturbed.version == len(undisturbed.rows) // 2 == sum(r.updated for r in undisturbed.rows)
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL: nothing behind it runs."""
+
+
+PLACES = {
+    "before a record is written": (RecordLog, "write", False),
+    "behind a record": (RecordLog, "write", True),
+    "before a checkpoint": (AtomicCheckpoints, "save_checkpoint", False),
+    "behind a checkpoint": (AtomicCheckpoints, "save_checkpoint", True),
+    "before records are deleted": (RecordLog, "keep_only", False),
+    "before a version is written": (Versions, "publish", False),
+    "before the link is exchanged": (Versions, "_point", False),
+    "before old versions are deleted": (Versions, "_prune", False),
+    "amid an update": (Learner, "learn", True),
+    "before the guard has looked": (Guard, "measure", False),
+}
+
+
+def killed(place: str, kill_at: int, session: Callable[[], Session], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a session and run it until it comes to this place the `kill_at`-th time."""
+    owner, name, behind = PLACES[place]
+    real, count = getattr(owner, name), 0
+
+    def killing(self: Any, *arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == kill_at and not behind:
+            raise Killed
+        found = real(self, *arguments)
+        if count == kill_at:
+            raise Killed
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, killing)
+        with pytest.raises(Killed):
+            session().run()
+
+
+def assert_same_end(session: Session, expected: Session) -> None:
+    """Rows, weights, optimizer, buffer, version and what lies on disk are as in the session that was left alone."""
+    assert told(session) == told(expected)
+    assert equal(session.parts.serving.state_dict(), expected.parts.serving.state_dict())
+    assert session.parts.buffer.requests == expected.parts.buffer.requests
+    ours, theirs = (AtomicCheckpoints().load_checkpoint(s.folder / "state.ckpt") for s in (session, expected))
+    for part in ("learner", "good", "buffer", "fresh", "drift", "guard"):
+        _same(ours[part], theirs[part])
+    assert session.parts.versions.current.resolve().name == f"{expected.version:06d}"
+    kept = {int(p.stem) for p in (session.folder / "records").glob("*.safetensors")}
+    assert kept == set(session.parts.buffer.requests)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_kills_at_every_place_in_turn_change_nothing(lora: Any, target, stream, undisturbed, tmp_path, monkeypatch):
+    """One session, killed at one place after the other and restarted each time."""
+    again = lambda: session_of(target, tmp_path / "killed", stream, lora=lora)  # noqa: E731
+    for place in PLACES:
+        killed(place, 1, again, monkeypatch)
+    session = again()
+    session.run()
+    expected = undisturbed
+    if lora is not None:
+        expected = session_of(target, tmp_path / "whole", stream, lora=lora)
+        expected.run()
+    assert_same_end(session, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_a_kill_changes_nothing(place: str, target, stream, undisturbed, tmp_path, monkeypatch) -> None:
+    """Killed the first time that it comes there, and restarted the second, it ends as one that was left alone."""
+    again = lambda: session_of(target, tmp_path, stream)  # noqa: E731
+    for kill_at in (1, 2):
+        killed(place, kill_at, again, monkeypatch)
+    session = again()
+    session.run()
+    assert_same_end(session, undisturbed)
+
+
+def _same(a: Any, b: Any) -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            _same(a[key], b[key])
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, list | tuple):
+        for x, y in zip(a, b, strict=True):
+            _same(x, y)
+    else:
+        assert a == b
+
+
+def hostile(stream: Stream) -> Stream:
+    """The same old traffic; then one and the same token, which teaches the drafter nothing that is worth having."""
+    old = [r for r in stream.requests if r.domain == "old"]
+    return Stream([*old, *[Request([7] * 6, "hostile")] * 8], stream.held_out)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_guard_undoes_what_costs_old_traffic(enabled: bool, target, stream, tmp_path: Path) -> None:
+    guard = GuardSettings(enabled=enabled, every=1, max_loss=0.02, stop_loss=0.04, pause=2)
+    spoilt = {"learner": {"lr": 1.0, "updates": {"fresh_share": 1.0}}, "buffer": ReplayBuffer(4, "recency")}
+    weights = taught(target, stream)
+    session = session_of(target, tmp_path, hostile(stream), guard=guard, weights=weights, **spoilt)
+    assert session.parts.guard.measure(session.parts.serving).frozen > 0.3
+    rows = session.run()
+    change = session.parts.guard.measure(session.parts.serving).difference
+    rollbacks = [row.request for row in rows if row.rolled_back]
+    if not enabled:
+        assert not rollbacks and change < -0.04
+        return
+    assert rollbacks and change >= -0.04
+    first = rollbacks[0]
+    updated = [row.request for row in rows if row.updated]
+    assert all(not first < request <= first + 2 for request in updated), "no update within the pause"
+    pauses = [b - a for a, b in pairwise(rollbacks)]
+    assert pauses == sorted(pauses), "each pause is longer"
+
+
+def test_a_rollback_brings_weights_and_optimizer_back(target, stream, tmp_path: Path) -> None:
+    guard = GuardSettings(every=1, max_loss=0.0, stop_loss=0.0, pause=1)
+    session = session_of(target, tmp_path, stream, guard=guard)
+    start = session.parts.learner.state()
+    session.parts.guard.baseline = np.array([[9.0, 9.0], [9.0, 9.0]])  # all accepted: nothing passes
+    for number in range(2):
+        session.absorb(session.serve(number, stream.requests[number]))
+    assert session.rows[-1].rolled_back and session.version == 1
+    _same(session.parts.learner.state(), start)
+    assert equal(session.parts.serving.state_dict(), session.parts.frozen.state_dict())
+    assert len(session.parts.buffer) == 0
+
+
+def test_with_drift_only_what_follows_an_alarm_is_learnt(target, stream, tmp_path: Path) -> None:
+    session = session_of(target, tmp_path, stream, when=WhenSettings("drift", after_alarm=3))
+    session.parts.drift.update = lambda rate: ["cusum"] if len(session.rows) == 5 else []  # type: ignore[method-assign]
+    rows = session.run()
+    assert [row.request for row in rows if row.alarms] == [5]
+    assert [row.request for row in rows if row.updated] == [5, 7]
+
+
+def test_domains_that_are_kept_out_leave_no_trace(target, stream, tmp_path: Path, monkeypatch) -> None:
+    session = session_of(target, tmp_path, stream, keep_out=("new",))
+    written: list[Record] = []
+    monkeypatch.setattr(
+        RecordLog, "write", lambda self, record, real=RecordLog.write: (written.append(record), real(self, record))
+    )
+    session.run()
+    assert [record.redacted for record in written] == [False] * 5 + [True] * 5
+    assert all(request < 5 for request in session.parts.buffer.requests)
+    assert {int(p.stem) for p in (tmp_path / "records").glob("*")} <= set(range(5))
+
+
+def test_old_requests_go_from_the_disk_though_nothing_is_learnt(target, stream, tmp_path: Path) -> None:
+    buffer = ReplayBuffer(8, "reservoir", retention_requests=3)
+    session = session_of(target, tmp_path, stream, buffer=buffer, when=WhenSettings("drift"))
+    session.parts.drift.update = lambda rate: []  # type: ignore[method-assign]
+    for number, request in enumerate(stream.requests):
+        record = session.serve(number, request)
+        session.parts.log.write(record)
+        session.absorb(record)
+        kept = {int(path.stem) for path in (tmp_path / "records").glob("*")}
+        newest = set(range(max(0, number - 2), number + 1))
+        assert newest <= kept <= newest | {number - 3}, "gone at the next checkpoint, each second request"
+        assert number % 2 == 0 or kept == newest
+    assert session.version == 0 and not any(row.updated for row in session.rows)
+
+
+def test_hashed_records_let_a_session_go_on(target, stream, tmp_path: Path) -> None:
+    first = session_of(target, tmp_path, stream, log=RecordLog(tmp_path / "records", "hashes"))
+    for number in range(5):
+        record = first.serve(number, stream.requests[number])
+        first.parts.log.write(record)
+        first.absorb(record)
+    again = session_of(target, tmp_path, stream, log=RecordLog(tmp_path / "records", "hashes"))
+    assert equal(again.parts.serving.state_dict(), first.parts.serving.state_dict())
+    assert len(again.parts.buffer) == 0
+    rows = again.run()
+    assert [row.request for row in rows] == list(range(10))
+
+
+def test_adapters_are_handed_over_with_every_version(target, stream, tmp_path: Path) -> None:
+    written = []
+
+    def publish(learner: Any, version: int, requests: int) -> None:
+        written.append((version, requests, deltas.delta_of(learner.drafter, "base", requests)))
+
+    session = session_of(target, tmp_path, stream, lora={"rank": 2}, publish_deltas=publish)
+    session.run()
+    version, requests, delta = written[-1]
+    assert (version, requests) == (session.version, 10)
+    rebuilt = session_of(target, tmp_path / "other", stream).parts.frozen
+    deltas.apply(delta, rebuilt)
+    for name, tensor in rebuilt.state_dict().items():
+        torch.testing.assert_close(tensor, session.parts.serving.state_dict()[name], atol=1e-6, rtol=1e-5)

@@ -1,0 +1,56 @@
+"""Serve a stream of requests while the drafter learns from what verification teaches.
+
+    python train/adapt.py export=outputs/RUN/export stream=shift
+    python train/adapt.py export=outputs/RUN/export stream=REQUESTS.jsonl output=FOLDER
+    python train/run.py +drafter=eagle +adaptation=replay
+
+Writes versions of the drafter (FOLDER/current is an export), timeline.csv, timeline.png and adaptation.json, and
+prints the adapted drafter beside the frozen one on the same requests. Started again, the same command goes on where it
+stopped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig
+
+from conf.compose import main, plain
+
+
+def job(config: DictConfig) -> None:
+    """The main job; see `adapt`."""
+    adapt(plain(config))
+
+
+def adapt(options: dict[str, Any]) -> dict[str, Any]:
+    """Serve the stream, or what is left of it, and compare; returns the report."""
+    from models.files import write_json
+    from train.adaptation import report, timeline
+    from train.adaptation.setup import open_session, output_folder
+    from train.pipeline import open_logger
+
+    opened, folder = open_session(options), output_folder(options)
+    session, guard = opened.session, opened.session.parts.guard
+    print(f"{len(opened.stream.requests)} requests of {options['stream']}, {len(session.rows)} of them served before")
+    logger = open_logger(options, folder)
+    if hasattr(logger, "begin"):
+        logger.begin(options)
+    rows = session.run(lambda row: logger.log_metrics(timeline.metrics(row), step=row.request))
+    held_out = report.compare_held_out(
+        opened.target, opened.stream, opened.frozen, session.parts.serving, opened.decode
+    )
+    found = report.report(rows, opened.stream, held_out)
+    timeline.print_report(found)
+    limit = guard.settings.max_loss if guard.settings.enabled else None
+    timeline.draw(rows, opened.stream.old, limit, folder / "timeline.png")
+    if hasattr(logger, "log_image"):
+        logger.log_image("timeline", [str(folder / "timeline.png")])
+    logger.finalize("success")
+    write_json(folder / "adaptation.json", report.plain(found))
+    print(f"adapted drafter: {session.parts.versions.current}\ntimeline: {folder / 'timeline.csv'} and .png")
+    return found
+
+
+if __name__ == "__main__":
+    main("adapt", job)
