@@ -189,7 +189,7 @@ def _theirs(
 def _centred(spelling: Spelling, name: str, weight: Tensor) -> Tensor:
     """A norm's weight − 1, in float64 where its own dtype has no number to which adding 1 gives the weight back.
 
-    That dtype has one for all weights from 0.5 to 2. Raises UserError where float64 has none either, as for float64
+    That dtype has one for all weights from 0.5 on. Raises UserError where float64 has none either, as for float64
     weights that are small or negative.
     """
     for dtype in (weight.dtype, torch.float64):
