@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from conf.compose import choices, main, plain
+from conf.compose import choices, given_settings, main, plain
 from models.errors import UserError
 
 
@@ -23,7 +23,7 @@ def job(config: DictConfig) -> float | None:
     options = plain(config)
     from train import pipeline, settings  # torch, lightning and transformers: only once the command line is right
 
-    options = settings.with_start(settings.with_tree(options))
+    options = settings.with_start(settings.with_tree(options), given_settings())
     return pipeline.run_job(options, settings.run_folder(options))
 
 
