@@ -90,27 +90,30 @@ def with_start(options: Options, given: Collection[str] = ()) -> Options:
 
 
 def _refuse_unread(options: Options, model: Options, folder: Path, given: Collection[str]) -> None:
-    """Raise UserError that names all of the `given` settings in whose place that of the folder's drafter is taken."""
+    """Raise UserError that names all of the `given` settings in whose place that of the folder's drafter is taken.
+
+    Of those that only stand in the drafter's yaml it is told.
+    """
     drafter, defaults = options["drafter"], native.arguments_of(native.drafter_class(model))
     has = {f"drafter.model.{name}": model.get(name, default) for name, default in defaults.items()}
     asked = {f"drafter.model.{name}": value for name, value in drafter["model"].items() if name != "_target_"}
     if "start" in drafter["training"]:
         has["drafter.training.start"], asked["drafter.training.start"] = "random", drafter["training"]["start"]
     has["draft_vocab_size"], asked["draft_vocab_size"] = _draft_vocab_size(folder), options["draft_vocab_size"]
-    unread = [
-        f"{name}={value}"
-        for name, value in asked.items()
-        if value is not None
-        and value != has.get(name)
-        and any(
-            key == name or key.startswith(f"{name}.") or ("." in key and name.startswith(f"{key}.")) for key in given
-        )
-    ]
+    other = {name: value for name, value in asked.items() if value is not None and value != has.get(name)}
+    unread = {name for name in other if any(_sets(key, name) for key in given)}
     if unread:
         raise UserError(
             f"init_from={str(folder)!r} is a drafter of its own settings, beside which these would not be read: "
-            f"{', '.join(unread)}. Drop them."
+            f"{', '.join(f'{name}={other[name]}' for name in other if name in unread)}. Drop them."
         )
+    if told := [f"{name}={has[name]}, not {value}" for name, value in other.items() if has.get(name) is not None]:
+        print(f"init_from brings its own settings: {'; '.join(told)}")
+
+
+def _sets(key: str, name: str) -> bool:
+    """Whether who gives setting `key` gives `name`, or a part of it; a group's choice, as "drafter", gives none."""
+    return key == name or key.startswith(f"{name}.") or ("." in key and name.startswith(f"{key}."))
 
 
 def _draft_vocab_size(folder: Path) -> int | None:

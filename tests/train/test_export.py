@@ -210,7 +210,9 @@ def test_a_published_language_model_is_a_start_as_by_its_own_setting(tiny: Targe
         settings.with_start(options("+drafter=medusa", f"init_from={folder}"))
 
 
-def test_settings_that_a_start_would_leave_unread_are_refused(made: Path, tmp_path: Path) -> None:
+def test_settings_that_a_start_would_leave_unread_are_refused(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(export, "export", f"export={made}", "format=sglang_eagle", f"output={tmp_path / 'a'}")
     (tmp_path / "a" / layout.RECORD).unlink()
     given = ["drafter.model.intermediate_size=96", "drafter.model.num_layers=1", "drafter.model.feature_window=2",
@@ -222,7 +224,12 @@ def test_settings_that_a_start_would_leave_unread_are_refused(made: Path, tmp_pa
             settings.with_start(asked, {"drafter", *(setting.partition("=")[0] for setting in given)})
         named = str(error.value).partition("would not be read: ")[2].removesuffix(". Drop them.")
         assert set(named.split(", ")) == unread
+        capsys.readouterr()
         settings.with_start(asked, {"drafter", "drafter.model.num_layers", "drafter.training.lr"})
+        assert (
+            "drafter.model.intermediate_size=64, not 96; drafter.model.feature_window=1, not 2"
+            in capsys.readouterr().out
+        )
 
 
 def test_the_command_line_tells_what_was_given(
