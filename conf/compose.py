@@ -14,6 +14,7 @@ from typing import Any
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -83,6 +84,13 @@ def plain(config: DictConfig) -> dict[str, Any]:
         raise UserError(f"The configuration lacks a value: {str(error).splitlines()[0]}.") from error
     assert isinstance(result, dict)
     return {str(key): value for key, value in result.items()}
+
+
+def given_settings() -> set[str]:
+    """The keys that the command line of this job sets, as "drafter.model.num_layers"; none outside a job."""
+    if not HydraConfig.initialized():
+        return set()
+    return {re.split("[=@]", override.lstrip("+~"))[0] for override in HydraConfig.get().overrides.task}
 
 
 def _with_choices(arguments: list[str]) -> list[str]:

@@ -17,6 +17,7 @@ from eval.rounds import Compared, Counts
 _MATERIAL = 0.02  # a difference of conditional acceptance that a few near-ties of the drafter do not make
 _RARE = 0.1  # of all rounds that part: fewer are near-ties
 _SHUFFLES = 20_000
+SILENT = "it drafted nothing: the drafter is not in use there"
 
 
 def conditional(accepted: Sequence[int], drafts: int) -> list[float]:
@@ -41,16 +42,20 @@ def diagnose(compared: Compared) -> str | None:
             "itself differs there: its weights, dtype, RoPE or stop tokens"
         )
     if not compared.unequal:
-        return "every prompt's answers part at a near-tie, so that nothing could be compared: take other prompts"
+        return (
+            "every prompt's answers part at a near-tie, so that nothing could be compared: take other prompts (another "
+            "seed, a larger num_prompts, or prompts=FILE)"
+        )
     ours, theirs = compared.totals()
     if theirs["drafts"] == 0:
-        return "it drafted nothing: the drafter is not in use there"
+        return SILENT
     place, change = _by_rounds(compared) or _by_totals(ours, theirs)
     if place is None:
         prompts = ", ".join(map(str, compared.unequal[:5]))
         return (
             f"no position's acceptance differs by more than {_MATERIAL:.0%}: near-ties of the drafter, or another rule "
-            f"of counting (prompts {prompts})"
+            f"of counting (prompts {prompts}). To tell them apart, take more and longer answers (num_prompts, "
+            "max_new_tokens): near-ties stay as rare, and a fault of the files shows at its position"
         )
     if place == 0:
         cause = "layer, norm, RoPE, mask, captured layers or vocabulary map"

@@ -99,11 +99,17 @@ def point_masses(task: Task, engine: str) -> bool:
     return engine == "vllm" and METHODS.get(task.format or "") in _UNSAMPLED
 
 
-def _options(task: Task, name: str) -> dict[str, Any]:
-    """What a drafter without files says to an engine."""
-    if not hasattr(task.drafter, name):
-        raise UserError(f"{type(task.drafter).__name__} has no files that an engine loads: give a format.")
-    options: dict[str, Any] = getattr(task.drafter, name)(task.num_speculative_tokens)
+def options_without_files(engine: str, drafter: Any, num_tokens: int) -> dict[str, Any]:
+    """What a drafter without files says to an engine: the re-implementation takes what vLLM does.
+
+    Raises UserError where it says nothing, and where the engine would not draft the same.
+    """
+    name = "transformers_options" if engine == "transformers" else "vllm_options"
+    if not hasattr(drafter, name):
+        raise UserError(f"{type(drafter).__name__} has no files that an engine loads: give a format.")
+    if engine == "transformers" and hasattr(drafter, "check_transformers"):
+        drafter.check_transformers()
+    options: dict[str, Any] = getattr(drafter, name)(num_tokens)
     return options
 
 
@@ -119,7 +125,7 @@ def run_transformers(task: Task) -> Answers:
     import transformers
 
     if task.folder is None:
-        options = _options(task, "transformers_options")
+        options = options_without_files("transformers", task.drafter, task.num_speculative_tokens)
         rule = ASSISTANT if "assistant_model" in options else LOOKUP
     else:
         options, rule = {"assistant_model": _assistant(task)}, ASSISTANT
@@ -221,7 +227,7 @@ def run_reference(task: Task) -> Answers:
     """`eval.reference` on the folder's files; it counts as vLLM does."""
     size = task.num_speculative_tokens
     if task.folder is None:
-        options = _options(task, "vllm_options")
+        options = options_without_files("reference", task.drafter, size)
         propose = reference.look_up(options["prompt_lookup_max"], options["prompt_lookup_min"], size)
     else:
         propose = reference.proposer(task.folder, str(task.format), task.target, size)
@@ -324,7 +330,7 @@ def speculative_config(task: Task) -> dict[str, Any]:
     has "eagle-", "eagle3", "dflash" or "dspark" in it. So it gets a link that is called `_LINK`, as a relative path.
     """
     if task.folder is None:
-        return _options(task, "vllm_options")
+        return options_without_files("vllm", task.drafter, task.num_speculative_tokens)
     config = {
         "method": METHODS[str(task.format)],
         "model": "models.vllm_proposer.TextProposer" if task.format == NATIVE else _LINK,

@@ -12,11 +12,9 @@ case that passed is not run again, unless something that it depends on has chang
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from dataclasses import asdict, dataclass, fields
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +25,7 @@ from models.errors import UserError
 
 if TYPE_CHECKING:
     from eval.engines import Task
-    from eval.rounds import Counts, Trace
+    from eval.rounds import Trace
     from models.target import Target
 
 ENGINES = ("vllm", "transformers", "reference")
@@ -145,12 +143,23 @@ class Bench:
 
     def prepare(self, case: Case) -> None:
         """Open and write what a case needs: one that cannot be run is refused before any other is. Raises UserError."""
-        self._keys[case] = self._key(case)
-        if self._passed(case) is None:
-            self._folders[case] = self._files(case, self._open(case))
+        from eval.engines import options_without_files
+        from eval.parity_key import key_of
+
+        self._keys[case] = key_of(asdict(case), self.options)
+        if self._passed(case) is not None:
+            return
+        opened = self._open(case)
+        if case.format is None:
+            options_without_files(case.engine, opened.drafter, opened.num_speculative_tokens)
+        self._folders[case] = self._files(case, opened)
 
     def result(self, case: Case) -> dict[str, Any]:
-        """What the case showed now, or before: one that passed is not run again while nothing has changed."""
+        """What the case showed now, or before: one that passed is not run again while nothing has changed.
+
+        What goes wrong while it runs is its result, so that the others are run and shown; `debug` raises it.
+        """
+        from eval.parity_verdict import broken
         from models.files import write_json
 
         before = self._passed(case)
@@ -158,8 +167,13 @@ class Bench:
             print(f"{case.name}: passed before")
             return before
         print(f"{case.name} ...", flush=True)
-        result = {"name": case.name, "drafter": case.drafter, **asdict(case)}
-        result |= {"key": self._keys[case], **self._compare(case)}
+        try:
+            told = self._compare(case)
+        except Exception as error:
+            if self.options["debug"]:
+                raise
+            told = broken(error)
+        result = {"name": case.name, "drafter": case.drafter, **asdict(case), "key": self._keys[case], **told}
         write_json(self._path(case), result)
         return result
 
@@ -171,26 +185,6 @@ class Bench:
         path, key = self._path(case), self._keys[case]
         before: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
         return before if before is not None and key is not None and before["key"] == key and before["passed"] else None
-
-    def _key(self, case: Case) -> str | None:
-        """Hash of what a result depends on: options, files and the revision of this code; None where that has none."""
-        from eval.provenance import provenance
-        from models.files import sha256
-
-        revision = provenance()["git_revision"]
-        if revision is None or "dirty" in revision:
-            return None
-        own = (*asdict(case), "cases", "output", "debug")
-        folders = [Path(folder) for folder in (case.export, case.files) if folder is not None]
-        files = [file for folder in folders for file in sorted(folder.glob("*.*")) if file.is_file()]
-        files += [file for file in (Path(self.options["prompts"]),) if file.is_file()]
-        told = {
-            "case": asdict(case),
-            "options": {name: value for name, value in self.options.items() if name not in own},
-            "files": {str(file): sha256(file) for file in files},
-            "revision": revision,
-        }
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
     def _open(self, case: Case) -> Opened:
         """The target, drafter and prompts of an export."""
@@ -223,6 +217,7 @@ class Bench:
         }
         made = runners[case.engine](task)
         traces = self._ours(case, task, point_masses(task, case.engine))
+        from eval.parity_verdict import at_zero, sampled
         from eval.rounds import count
 
         ours = [
@@ -343,54 +338,6 @@ def open_export(folder: Path, format_name: str | None, options: dict[str, Any]) 
     if not contexts:
         raise UserError(f"No prompt leaves room for max_new_tokens={options['max_new_tokens']} in {target.name!r}.")
     return Opened(export, target, drafter, contexts, size)
-
-
-def at_zero(task: Task, ours: list[Counts], theirs: list[Counts], options: dict[str, Any]) -> dict[str, Any]:
-    """Whether all counts are equal and, where not, the likely cause."""
-    from eval.diagnosis import diagnose
-    from eval.rounds import compare, logit_gap
-
-    def gap(prompt: int, position: int, token: int, other: int) -> float:
-        before = ours[prompt].token_ids[:position]
-        return logit_gap(task.target, task.contexts[prompt], before, token, other)
-
-    compared = compare(ours, theirs, gap, options["near_tie"])
-    mine, others = compared.totals()
-    empty = compared.equal and not mine["accepted"]
-    same = [a.token_ids == b.token_ids for a, b in zip(ours, theirs, strict=True)]
-    return {
-        "passed": compared.equal and not empty,
-        "prompts": len(ours),
-        "same_answers": sum(same),
-        "ours": mine,
-        "theirs": others,
-        "near_ties": [asdict(tie) for tie in compared.near_ties],
-        "parted": [asdict(tie) | ({} if isfinite(tie.gap) else {"gap": None}) for tie in compared.parted],
-        "unequal": compared.unequal,
-        "cause": "nothing was accepted in either: that they are equal shows nothing" if empty else diagnose(compared),
-        "counts": {"ours": [asdict(c) for c in ours], "theirs": [asdict(c) for c in theirs]},
-    }
-
-
-def sampled(task: Task, ours: list[Counts], theirs: list[Counts], options: dict[str, Any]) -> dict[str, Any]:
-    """Whether accepted counts may have one law."""
-    from eval.diagnosis import two_samples
-    from eval.rounds import total
-
-    statistic, p_value = two_samples(ours, theirs, options["seed"])
-    silent = [side for side, counts in (("ours", ours), ("theirs", theirs)) if total(counts)["drafts"] == 0]
-    passed = not silent and p_value >= options["significance"]
-    cause = f"accepted counts have two laws (p = {p_value:.2g})" if not silent else f"{silent[0]} drafted nothing"
-    return {
-        "passed": passed,
-        "prompts": len(ours),
-        "ours": total(ours),
-        "theirs": total(theirs),
-        "histograms": [[sum(column) for column in zip(*(c.histogram for c in s), strict=True)] for s in (ours, theirs)],
-        "chi_square": statistic,
-        "p_value": p_value,
-        "cause": None if passed else cause,
-    }
 
 
 if __name__ == "__main__":

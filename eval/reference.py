@@ -58,7 +58,8 @@ def read(target: Target, text: list[int]) -> tuple[States, list[int]]:
     found: list[Any] = []
     hook = target.layers[-1].register_forward_hook(lambda module, given, output: found.append(output))
     try:
-        out = target.model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
+        ids = torch.tensor([text], device=target.device)
+        out = target.model(input_ids=ids, use_cache=False, output_hidden_states=True)
     finally:
         hook.remove()
     last = found[0] if isinstance(found[0], Tensor) else found[0][0]
@@ -91,11 +92,12 @@ def look_up(max_ngram: int, min_ngram: int, num_tokens: int) -> Propose:
 
 
 class Tensors(dict[str, Tensor]):
-    """Those of a folder, in the target's dtype where they are floating-point numbers."""
+    """Those of a folder on the target's device, in its dtype where they are floating-point numbers."""
 
     def __init__(self, folder: Path, target: Target) -> None:
         raw = layout.read_tensors(folder)
-        super().__init__((name, t.to(target.dtype) if t.is_floating_point() else t) for name, t in raw.items())
+        place, dtype = target.device, target.dtype
+        super().__init__((name, t.to(place, dtype if t.is_floating_point() else t.dtype)) for name, t in raw.items())
         self._folder = folder
 
     def __missing__(self, name: str) -> Tensor:
@@ -106,11 +108,13 @@ def language_model(folder: Path, config: dict[str, Any], target: Target, num_tok
     """The next tokens of any causal language model."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype, use_safetensors=True).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype, use_safetensors=True)
+    model.to(target.device).eval()
 
     def draft(text: list[int], states: States) -> tuple[list[int], Tensor]:
         def step(tokens: list[int]) -> Tensor:
-            logits: Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            ids = torch.tensor([tokens], device=target.device)
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, -1]
             return logits
 
         return _chain(text, num_tokens, step)
@@ -175,7 +179,7 @@ def eagle3(folder: Path, config: dict[str, Any], target: Target, num_tokens: int
     """
     tensors = Tensors(folder, target)
     offsets = tensors.get("d2t")
-    token_ids = None if offsets is None else torch.arange(len(offsets)) + offsets
+    token_ids = None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets
     table, _ = _own_or_targets(tensors, target)
     wrapped = "transformer_layer_config" in config
     settings = {"norm_before_residual": wrapped, **config.get("transformer_layer_config", {}), **config}
@@ -303,7 +307,7 @@ def _attention(x: Tensor, tensors: dict[str, Tensor], name: str, config: dict[st
     size = config.get("head_dim") or config["hidden_size"] // heads
     groups = heads // config["num_key_value_heads"]
     query, key, value = (_linear(x, tensors, f"{name}self_attn.{part}_proj") for part in "qkv")
-    later = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+    later = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).triu(1)
     found = []
     for head in range(heads):
         shared = head // groups
@@ -320,8 +324,8 @@ def _turned(x: Tensor, config: dict[str, Any]) -> Tensor:
     if rope["rope_type"] != "default" or config.get("rope_scaling"):
         raise UserError(f"engine=reference knows RoPE of the default kind, not {rope['rope_type']!r}.")
     half = x.shape[-1] // 2
-    frequency = rope["rope_theta"] ** (-torch.arange(half, dtype=torch.float32) / half)
-    angle = torch.outer(torch.arange(len(x), dtype=torch.float32), frequency)
+    frequency = rope["rope_theta"] ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
+    angle = torch.outer(torch.arange(len(x), dtype=torch.float32, device=x.device), frequency)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x[:, :half], x[:, half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

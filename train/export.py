@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -33,20 +32,23 @@ def job(config: DictConfig) -> None:
         format_of,
         target_options,
     )
+    from models.checkpoint.layout import refuse_other_folder
     from models.target import load_target
     from train.model_card import measured_before
 
-    format_of(options["format"])  # is there one?
+    form = format_of(options["format"])  # is there one?
     module = detect(source, options["source_format"], "source_format")
     described = module.read(source)
+    folder = Path(options["output"] or source.parent / options["format"])
+    refuse(options["format"], described, stitch=options["stitch"])  # before the target is loaded, which takes a while
+    refuse_other_folder(folder)
     wanted = target_options(described, options["target"], source)
     target = load_target(**wanted)
     drafter = module.load(source, target)
     described = for_target(described, target, wanted)
     card = (source / "README.md").read_text() if (source / "README.md").exists() else ""
-    folder = Path(options["output"] or source.parent / options["format"])
     write(options["format"], drafter, target, described, folder, measured_before(card), stitch=options["stitch"])
-    loaded = format_of(options["format"]).load(folder, target)
+    loaded = form.load(folder, target)
     print(f"wrote {folder} and loaded it again: {type(loaded).__name__}, {_parameters(loaded):,} parameters")
 
 
@@ -58,17 +60,10 @@ def write(
     It is said, there and in print, where engines propose tokens that the drafter itself never does. Raises UserError
     for a format that does not fit the drafter, or has nothing to stitch.
     """
-    from models.checkpoint import format_of, is_inside_target, is_widened
+    from models.checkpoint import format_of, is_widened
     from train.model_card import engine_card
 
-    if export.target.get("adapted", {}).get("export") == "separate":
-        raise UserError(
-            f"{export.name!r} has its target as an adapter, and engines load whole targets: train it with "
-            "drafter.training.backbone.export=merged."
-        )
-    save = format_of(name).save
-    if "target" not in inspect.signature(save).parameters:
-        raise UserError(f"format is {name!r}, our own: a run writes it, and this command formats of other engines.")
+    refuse(name, export, stitch=stitch)
     if is_widened(name, drafter):
         note = (
             f"The drafter was trained to propose {drafter.vocab.size:,} of the target's {target.vocab_size:,} tokens, "
@@ -78,9 +73,25 @@ def write(
         print(f"note: {note}")
         measured = f"{measured}\n\n{note}"
     more = {"stitch": True} if stitch else {}
+    format_of(name).save(drafter, target, export, folder, engine_card(export, name, measured, folder), **more)
+
+
+def refuse(name: str, export: Export, *, stitch: bool = False) -> None:
+    """Raise UserError for a format that cannot hold the drafter that `export` describes, whatever its target is."""
+    from models.checkpoint import NATIVE, format_of, is_inside_target, native
+    from models.checkpoint.layout import refuse_kind
+
+    form = format_of(name)
+    if name == NATIVE:
+        raise UserError(f"format is {name!r}, our own: a run writes it, and this command formats of other engines.")
+    if export.target.get("adapted", {}).get("export") == "separate":
+        raise UserError(
+            f"{export.name!r} has its target as an adapter, and engines load whole targets: train it with "
+            "drafter.training.backbone.export=merged."
+        )
     if stitch and not is_inside_target(name):
         raise UserError(f"stitch=true, but what format {name} holds is no part of the target: drop it.")
-    save(drafter, target, export, folder, engine_card(export, name, measured, folder), **more)
+    refuse_kind(name, native.drafter_class(export.model), form.TAKES)
 
 
 def for_target(export: Export, target: Target, load: dict[str, Any]) -> Export:

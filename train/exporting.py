@@ -76,13 +76,26 @@ def export_formats(
     prompts: list[Prompt],
     run: Path,
 ) -> None:
-    """Write the drafter in every format that is asked for beside `export`, and check that each drafts as it does."""
+    """Write the drafter in every format that is asked for beside `export`, and check that each drafts as it does.
+
+    Raises UserError behind the last of them, which names those that were refused and why: the run itself is finished.
+    """
+    refused = []
     for name in options["export"]["formats"]:
-        write_format(name, drafter, target, described, run / name, measured)
-        loaded = format_of(name).load(run / name, target)
-        ours = widened(name, drafter, described.model, target)
-        check_parity(target, ours, loaded, prompts, measured_settings(options, 0.0))
+        try:
+            write_format(name, drafter, target, described, run / name, measured)
+            loaded = format_of(name).load(run / name, target)
+            ours = widened(name, drafter, described.model, target)
+            check_parity(target, ours, loaded, prompts, measured_settings(options, 0.0))
+        except UserError as error:
+            refused.append(f"{name} ({str(error).rstrip('.')})")
+            continue
         print(f"{name}: {run / name}")
+    if refused:
+        raise UserError(
+            f"The run is finished and measured, but not exported as {'; '.join(refused)}. To try again: "
+            f"python train/export.py export={run / 'export'} format=NAME."
+        )
 
 
 def _adapted(

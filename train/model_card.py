@@ -36,7 +36,7 @@ A draft component for speculative decoding: it proposes tokens, the target check
 target alone would have said.
 
 - Target: `{export.target["name"]}` (fingerprint `{export.target["fingerprint"]}`; loading against another one refuses).
-  Its licence, which governs what may be done with both together: {licence(export.target["load"])}.
+  Its licence, which governs what may be done with both together: {_licence_of(export)}.
 {_adapted(export)}- Trained on: {_learnt_from(export.provenance["data"])}.{_tree(export)}
 {weights}- Made by: {_made_by(export.provenance)}. The whole configuration is in `config.json`.
 
@@ -94,7 +94,7 @@ def engine_card(export: Export, format_name: str, measured: str, folder: Path) -
 A draft component for speculative decoding: it proposes tokens, the target checks them, and what comes out is what the
 target alone would have said.
 
-- Target: `{target}` (fingerprint `{export.target["fingerprint"]}`). Its licence: {licence(export.target["load"])}.
+- Target: `{target}` (fingerprint `{export.target["fingerprint"]}`). Its licence: {_licence_of(export)}.
 {_adapted(export)}- Drafter: `{export.model["_target_"].rpartition(".")[2]}`.
 - Trained on: {_learnt_from(known["data"]) if known else "data that this folder does not tell"}.
 - Made by: {made}
@@ -117,6 +117,15 @@ def measured_before(card: str) -> str:
     """The figures in an export's card."""
     found = card.partition(f"{_TITLE}\n")[2].partition("\n## ")[0].strip().removeprefix(_WHERE).strip()
     return found or "Not measured yet."
+
+
+def _licence_of(export: Export) -> str:
+    """That of the target; of one that was trained together with the drafter, that of the original."""
+    original = (export.provenance or {}).get("config", {}).get("target")
+    if "adapted" not in export.target or original is None:
+        return licence(export.target["load"])
+    name = export.target["adapted"]["original"]["name"]
+    return f"that of the original, `{name}`, from which it was trained: {licence(original)}"
 
 
 def licence(load: dict[str, Any]) -> str:

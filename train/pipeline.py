@@ -305,10 +305,10 @@ def run_job(options: Options, run: Path) -> float | None:
     if (adapted := report(described.target)) is not None:
         print(adapted)
     write_text(folder / "README.md", model_card(described, measured))
-    export_formats(options, target, drafter, native.read(folder), figures(measured), data.test, run)
     draw(measured, run / "acceptance.png")
     if tracked:
         logger.finish(options, measured, described, score)
     write_report(options, measured, run, [described])
     print(f"export: {folder}\nmeasure it on other prompts: python eval/acceptance.py export={folder}")
+    export_formats(options, target, drafter, native.read(folder), figures(measured), data.test, run)
     return score

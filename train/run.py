@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from conf.compose import choices, main, plain
+from conf.compose import choices, given_settings, main, plain
 from models.errors import UserError
 
 
@@ -35,7 +35,7 @@ def job(config: DictConfig) -> float | None:
 
         check_stream(adaptation["stream"])
         sections_of(adaptation)
-    options = settings.with_start(settings.with_tree(options))
+    options = settings.with_start(settings.with_tree(options), given_settings())
     run = settings.run_folder(options)
     found = pipeline.run_job(options, run)
     if adaptation is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from engine.options import CALIBRATED, decode_settings, describe_tree, read_tree
 from engine.settings import DecodeSettings
 from eval.provenance import provenance
 from eval.tree import comb
-from models.checkpoint import detect, format_of, native
+from models.checkpoint import detect, format_of, layout, native
 from models.errors import UserError
 from models.files import flat, write_text
 from models.tree import StaticTree
 from train.backbone import backbone_of
 
 Options = dict[str, Any]
+_FOLDER = "name_or_path"  # by which a drafter reads a Hugging Face folder
 # What may differ between a run and its resumption: nothing here changes the weights.
 _FREE = ("debug", "logger", "output_root", "run_name", "measure", "export")
 
@@ -56,10 +58,12 @@ def with_tree(options: Options) -> Options:
     return {**options, "decode": {**options["decode"], "tree": tree}}
 
 
-def with_start(options: Options) -> Options:
+def with_start(options: Options, given: Collection[str] = ()) -> Options:
     """The same options with the model of init_from in place of the drafter's, which then starts from its weights alone.
 
-    Raises UserError where the folder holds another kind of drafter.
+    A language model that stands by itself is the `name_or_path` of any drafter that reads one. `given` are the settings
+    that a user made. Raises UserError where the folder holds another kind of drafter, and for those of them that
+    would not be read.
     """
     if options["init_from"] is None:
         if options["source_format"] is not None:
@@ -67,16 +71,58 @@ def with_start(options: Options) -> Options:
         return options
     folder, drafter = Path(options["init_from"]).expanduser(), options["drafter"]
     model = detect(folder, options["source_format"], "source_format").read(folder).model
+    if drafter["training"] is None:
+        raise UserError(f"init_from is a start for training, but drafter {drafter['name']!r} is not trained.")
     theirs, ours = (found["_target_"].rpartition(".")[2] for found in (model, drafter["model"]))
+    if theirs != ours and model.keys() == {"_target_", _FOLDER} and _FOLDER in drafter["model"]:
+        if drafter["model"][_FOLDER] not in (None, model[_FOLDER]):
+            raise UserError(f"init_from={str(folder)!r} is drafter.model.{_FOLDER}, which is given too: drop one.")
+        started = {**drafter, "model": {**drafter["model"], _FOLDER: model[_FOLDER]}}
+        return {**options, "drafter": started, "init_from": None, "source_format": None}
     if theirs != ours:
         raise UserError(
             f"init_from={str(folder)!r} holds a {theirs}, but +drafter={drafter['name']} is a {ours}. (A draft model "
             "starts from a Hugging Face folder by drafter.model.name_or_path.)"
         )
-    if drafter["training"] is None:
-        raise UserError(f"init_from is a start for training, but drafter {drafter['name']!r} is not trained.")
+    _refuse_unread(options, model, folder, given)
     training = {**drafter["training"], **({"start": "random"} if "start" in drafter["training"] else {})}
     return {**options, "drafter": {**drafter, "model": model, "training": training}}
+
+
+def _refuse_unread(options: Options, model: Options, folder: Path, given: Collection[str]) -> None:
+    """Raise UserError that names all of the `given` settings in whose place that of the folder's drafter is taken.
+
+    Of those that only stand in the drafter's yaml it is told.
+    """
+    drafter, defaults = options["drafter"], native.arguments_of(native.drafter_class(model))
+    has = {f"drafter.model.{name}": model.get(name, default) for name, default in defaults.items()}
+    asked = {f"drafter.model.{name}": value for name, value in drafter["model"].items() if name != "_target_"}
+    if "start" in drafter["training"]:
+        has["drafter.training.start"], asked["drafter.training.start"] = "random", drafter["training"]["start"]
+    has["draft_vocab_size"], asked["draft_vocab_size"] = _draft_vocab_size(folder), options["draft_vocab_size"]
+    other = {name: value for name, value in asked.items() if value is not None and value != has.get(name)}
+    unread = {name for name in other if any(_sets(key, name) for key in given)}
+    if unread:
+        raise UserError(
+            f"init_from={str(folder)!r} is a drafter of its own settings, beside which these would not be read: "
+            f"{', '.join(f'{name}={other[name]}' for name in other if name in unread)}. Drop them."
+        )
+    if told := [f"{name}={has[name]}, not {value}" for name, value in other.items() if has.get(name) is not None]:
+        print(f"init_from brings its own settings: {'; '.join(told)}")
+
+
+def _sets(key: str, name: str) -> bool:
+    """Whether who gives setting `key` gives `name`, or a part of it; a group's choice, as "drafter", gives none."""
+    return key == name or key.startswith(f"{name}.") or ("." in key and name.startswith(f"{key}."))
+
+
+def _draft_vocab_size(folder: Path) -> int | None:
+    """How many tokens the drafter in a folder proposes, as far as its JSON files tell; None for all."""
+    files = [
+        layout.read_json(path, folder) for name in (layout.RECORD, layout.CONFIG) if (path := folder / name).exists()
+    ]
+    keys = ("draft_vocab_size", "truncated_vocab_size")
+    return next((found[key] for found in files for key in keys if key in found), None)
 
 
 def measured_settings(options: Options, temperature: float, tree: Options | None = None) -> DecodeSettings:

@@ -22,6 +22,7 @@ from models.vocab import DraftVocab
 
 _STACK, _EMBEDDING = "stack.", "embed_tokens.weight"
 _ONLY = {**llama.ONLY, "add_para_norm": False, "norm_before_fc": False}
+TAKES = (EagleDrafter,)
 _TARGET = f"{EagleDrafter.__module__}.{EagleDrafter.__name__}"
 _DEFAULT_DEPTH = 4
 
@@ -41,7 +42,7 @@ def save(
     obstacles: dict[str, bool] | None = None,
 ) -> None:
     """Write an EAGLE-1 drafter for one engine; with `zero_bias`, `fc` gets one of zeros where it has none."""
-    layout.require(name, drafter, (EagleDrafter,), lambda: {**_obstacles(drafter, target), **(obstacles or {})})
+    layout.require(name, drafter, TAKES, lambda: {**_obstacles(drafter, target), **(obstacles or {})})
     tensors = {key.removeprefix(_STACK): tensor for key, tensor in drafter.state_dict().items()}
     weight = drafter.fc.weight
     if zero_bias and drafter.fc.bias is None:

@@ -30,6 +30,7 @@ LAYER, MIDLAYER, _OURS = "layers.0.", "midlayer.", "stack.layers.0."
 _EMBEDDING = "embed_tokens.weight"
 _NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 _ONLY = {**llama.ONLY, "norm_before_fc": False, "bias": False, "num_hidden_layers": 1}
+TAKES = (Eagle3Drafter,)
 _TARGET = f"{Eagle3Drafter.__module__}.{Eagle3Drafter.__name__}"
 _DEFAULT_DEPTH = 4
 
@@ -80,7 +81,7 @@ def save(
     layer: str = MIDLAYER,
 ) -> None:
     """Write an EAGLE-3 drafter for one engine, whose config.json is `config`."""
-    layout.require(name, drafter, (Eagle3Drafter,), lambda: {**obstacles(drafter, target), **more_obstacles})
+    layout.require(name, drafter, TAKES, lambda: {**obstacles(drafter, target), **more_obstacles})
     tensors: dict[str, Tensor] = {}
     for key, tensor in drafter.state_dict().items():
         tensors[layer + key.removeprefix(_OURS) if key.startswith(_OURS) else key] = tensor

@@ -25,6 +25,7 @@ from models.target import Target
 
 _NAME = "fasterdecoding_medusa"
 _PARTS = ("weight", "bias")
+TAKES = (MedusaDrafter,)
 USE = f"{snippets.vllm('medusa')}\n{snippets.FASTERDECODING}"
 _KEYS = ("model_type", "architectures", "medusa_num_heads", "medusa_num_layers", "medusa_fc_bias",
          "base_model_name_or_path", "hidden_size", "vocab_size", "dtype")  # fmt: skip
@@ -46,7 +47,7 @@ def manifest(config: Config, names: set[str]) -> Manifest:
 
 def save(drafter: Any, target: Target, export: native.Export, folder: Path, card: str) -> None:
     """Write the folder. Raises UserError for a drafter that FasterDecoding's code would compute otherwise."""
-    layout.require(_NAME, drafter, (MedusaDrafter,), lambda: _obstacles(drafter, target))
+    layout.require(_NAME, drafter, TAKES, lambda: _obstacles(drafter, target))
     layers = len(drafter.blocks[0].layers)
     tensors = {_name_of(name, layers): tensor for name, tensor in drafter.state_dict().items()}
     config = {

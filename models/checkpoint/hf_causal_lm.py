@@ -24,6 +24,7 @@ from models.target.head import Head
 from models.vocab import DraftVocab
 
 _NAME = "hf_causal_lm"
+TAKES = (DraftLM, DistilledLM)
 USE = f"{snippets.TRANSFORMERS}\n{snippets.vllm('draft_model')}"
 _KEYS = ("architectures", "model_type", "vocab_size", "dtype")
 _GENERATION = "generation_config.json"
@@ -53,7 +54,7 @@ def _name_of(model: nn.Module, part: nn.Module) -> str:
 
 def save(drafter: Any, target: Target, export: native.Export, folder: Path, card: str) -> None:
     """Write the folder. Raises UserError for a drafter that is no language model of the target's whole vocabulary."""
-    layout.require(_NAME, drafter, (DraftLM, DistilledLM), lambda: _obstacles(drafter, target))
+    layout.require(_NAME, drafter, TAKES, lambda: _obstacles(drafter, target))
     config, tensors = _written_out(drafter, target)
     generation = {
         "num_assistant_tokens": export.num_speculative_tokens,

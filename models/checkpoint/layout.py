@@ -34,14 +34,15 @@ _PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt")
 class Manifest:
     """What a folder must hold: every tensor's shape, and the keys of config.json that an engine reads.
 
-    Tensors have the floating dtype that config.json names, but for those in `dtypes`; `optional` ones may be left out
-    of a checkpoint that was made elsewhere.
+    Tensors have the floating dtype that config.json names, but for those in `dtypes`; those in `wider` may be float64
+    as well. `optional` ones may be left out of a checkpoint that was made elsewhere.
     """
 
     shapes: Shapes
     keys: tuple[str, ...]
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     optional: frozenset[str] = frozenset()
+    wider: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,22 @@ def require(name: str, drafter: Any, kinds: tuple[type, ...], obstacles: Callabl
 
     Obstacles are asked for of a drafter of such a kind only.
     """
+    refuse_kind(name, type(drafter), kinds)
     taken = " or ".join(kind.__name__ for kind in kinds)
-    if type(drafter) not in kinds:
-        raise UserError(f"Format {name} takes {taken}, not {type(drafter).__name__}.")
     if found := [what for what, there in obstacles().items() if there]:
         raise UserError(f"Format {name} cannot hold this {taken}: {'; '.join(found)}.")
+
+
+def refuse_kind(name: str, kind: type, kinds: tuple[type, ...]) -> None:
+    """Raise UserError where drafters of `kind` are none of the `kinds` that format `name` takes."""
+    if kind not in kinds:
+        raise UserError(f"Format {name} takes {' or '.join(k.__name__ for k in kinds)}, not {kind.__name__}.")
+
+
+def refuse_other_folder(folder: Path) -> None:
+    """Raise UserError for a folder that holds something else than what we wrote in another engine's format."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).exists():
+        raise UserError(f"{str(folder)!r} holds something else: name a folder that is not there yet.")
 
 
 def obstacles_of_target(target: Target, *, embedding: bool = True, head: bool = True) -> dict[str, bool]:
@@ -102,8 +114,7 @@ def write(
     those named above are then replaced. Raises UserError that names every tensor and key that is missing, unread or of
     another shape or dtype.
     """
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).exists():
-        raise UserError(f"{str(folder)!r} holds something else: name a folder that is not there yet.")
+    refuse_other_folder(folder)
     with atomic_folder(folder) as temporary:
         plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         if also is not None:
@@ -137,7 +148,7 @@ def read(folder: Path, foretell: Foretell, *, mine: Mine = lambda config, name: 
     config, record = read_json(folder / CONFIG, folder), _record(folder)
     if record is not None:
         refuse_changes(folder / CONFIG, record["config"], config)
-    tensors = {name: tensor for name, tensor in read_tensors(folder).items() if mine(config, name)}
+    tensors = read_tensors(folder, lambda name: mine(config, name))
     manifest = _foretold(foretell, config, set(tensors), folder)
     problems = [f"config.json lacks {key}" for key in manifest.keys if record is not None and key not in config]
     known = set() if record is None else set(record["tensors"])
@@ -172,6 +183,8 @@ def _problems(
     found += [f"unread {name}" for name in sorted(tensors.keys() - wanted.keys())]
     for name in sorted(wanted.keys() & tensors.keys()):
         tensor, exact = tensors[name], manifest.dtypes.get(name, dtype)
+        if exact is not None and name in manifest.wider and tensor.dtype == torch.float64:
+            exact = torch.float64
         if tuple(tensor.shape) != wanted[name]:
             found.append(f"{name} is {tuple(tensor.shape)}, not {wanted[name]}")
         if (exact is None and not tensor.is_floating_point()) or (exact is not None and tensor.dtype != exact):
@@ -231,9 +244,12 @@ def read_json(path: Path, folder: Path) -> Config:
     return found
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, of one file or several. Raises UserError where they are missing, damaged or pickled."""
-    return {name: tensor for file in _files(folder) for name, tensor in native.read_tensors(file).items()}
+def read_tensors(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+    """The `wanted` tensors of a folder, of one file or several; no others are read into memory.
+
+    Raises UserError where files are missing, damaged or pickled.
+    """
+    return {name: tensor for file in _files(folder) for name, tensor in native.read_tensors(file, wanted).items()}
 
 
 def tensor_names(folder: Path) -> set[str]:

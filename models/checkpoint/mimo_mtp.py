@@ -27,6 +27,7 @@ _SPELLING = Spelling(
     model_types=("qwen2",),
     config={"architectures": ["MiMoForCausalLM"]},  # and the model type stays qwen2: transformers knows no mimo
 )
+TAKES = mtp.TAKES
 USE = snippets.inside_the_target(snippets.VLLM_MTP)
 WHOLE_VOCABULARY = True
 

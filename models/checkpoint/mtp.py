@@ -23,6 +23,7 @@ from torch import Tensor
 from models.checkpoint import layout, llama, native
 from models.checkpoint.layout import Config, Contents, Manifest, Shapes, dtype_keys
 from models.drafter.mtp import SequentialMTP
+from models.errors import UserError
 from models.layers import layer_config
 from models.target import Target
 from models.vocab import DraftVocab
@@ -33,6 +34,7 @@ _FILE, _INDEX = "model-mtp.safetensors", f"{layout.TENSORS}.index.json"
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
           "rope_parameters")  # fmt: skip
 _DEFAULT_DEPTH = 1
+TAKES = (SequentialMTP,)
 _TARGET = f"{SequentialMTP.__module__}.{SequentialMTP.__name__}"
 
 
@@ -47,7 +49,7 @@ class Spelling:
     hides_first: bool  # whether the first row's token is hidden
     before_norm: bool = False  # whether it reads the state that enters the target's final norm
     state_first: bool = False  # whether the projection reads [state; emb]
-    centred_norms: bool = False  # whether norms multiply by 1 + weight
+    centred_norms: bool = False  # whether norms multiply by 1 + weight, of which files hold weight
     biased: bool = False  # whether queries, keys and values have biases; ours are zeros
     with_head: str | None = None  # the name of a copy of the target's head
     model_types: tuple[str, ...] = ()  # of targets that it goes with; empty: any
@@ -86,7 +88,8 @@ def manifest(spelling: Spelling, config: Config) -> Manifest:
         shapes[f"{prefix}{spelling.with_head}"] = (config["vocab_size"], size)
         optional.add(f"{prefix}{spelling.with_head}")
     keys = ("model_type", "hidden_size", "num_hidden_layers", "num_nextn_predict_layers")
-    return Manifest(shapes, keys, optional=frozenset(optional))
+    wider = {name for name in shapes if "norm" in name} if spelling.centred_norms else set()
+    return Manifest(shapes, keys, optional=frozenset(optional), wider=frozenset(wider))
 
 
 def save(
@@ -103,7 +106,7 @@ def save(
 
     Raises UserError for a drafter that engines would compute otherwise.
     """
-    layout.require(spelling.name, drafter, (SequentialMTP,), lambda: _obstacles(spelling, drafter, target))
+    layout.require(spelling.name, drafter, TAKES, lambda: _obstacles(spelling, drafter, target))
     dtype = target.dtype if stitch else next(drafter.parameters()).dtype
     config = json.loads(target.model.config.to_json_string(use_diff=False))
     config = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
@@ -111,7 +114,7 @@ def save(
     if "rope_theta" in (config.get("rope_parameters") or {}):
         config |= llama.rope_keys(config["rope_parameters"])
     config |= {**(spelling.config or {}), "num_nextn_predict_layers": 1, **dtype_keys(dtype)}
-    tensors = {name: tensor.to(dtype) for name, tensor in _theirs(spelling, drafter, target, config).items()}
+    tensors = _theirs(spelling, drafter, target, config, dtype)
     layout.write(
         folder,
         spelling.name,
@@ -161,11 +164,14 @@ def _obstacles(spelling: Spelling, drafter: SequentialMTP, target: Target) -> di
     }
 
 
-def _theirs(spelling: Spelling, drafter: SequentialMTP, target: Target, config: Config) -> dict[str, Tensor]:
+def _theirs(
+    spelling: Spelling, drafter: SequentialMTP, target: Target, config: Config, dtype: torch.dtype
+) -> dict[str, Tensor]:
     prefix, found = spelling.prefix(config), {}
-    for ours, tensor in drafter.state_dict().items():
+    for ours, whole in drafter.state_dict().items():
+        tensor = whole.to(dtype)
         if spelling.centred_norms and "norm" in ours:
-            tensor = tensor - 1
+            tensor = _centred(spelling, ours, tensor)
         if ours.startswith(_LAYER):
             found[f"{prefix}{spelling.layer}{ours.removeprefix(_LAYER)}"] = tensor
         else:
@@ -176,8 +182,29 @@ def _theirs(spelling: Spelling, drafter: SequentialMTP, target: Target, config: 
             weight = found[f"{prefix}{spelling.layer}self_attn.{part}_proj.weight"]
             found[f"{prefix}{spelling.layer}self_attn.{part}_proj.bias"] = weight.new_zeros(len(weight))
     if spelling.with_head is not None:
-        found[f"{prefix}{spelling.with_head}"] = target.head.weight
+        found[f"{prefix}{spelling.with_head}"] = target.head.weight.to(dtype)
     return found
+
+
+def _centred(spelling: Spelling, name: str, weight: Tensor) -> Tensor:
+    """A norm's weight − 1, in float64 where its own dtype has no number to which adding 1 gives the weight back.
+
+    That dtype has one for all weights from 0.5 on. Raises UserError where float64 has none either, as for float64
+    weights that are small or negative.
+    """
+    for dtype in (weight.dtype, torch.float64):
+        stored = (weight.double() - 1).to(dtype)
+        if torch.equal(_uncentred(stored).to(weight.dtype), weight):
+            return stored
+    raise UserError(
+        f"Format {spelling.name} cannot hold {name}: it stores weight − 1, from which float64 does not give back each "
+        "of these weights exactly."
+    )
+
+
+def _uncentred(stored: Tensor) -> Tensor:
+    """A norm's weight, not rounded yet: bfloat16 is too coarse near 1."""
+    return stored.double() + 1
 
 
 def _turned(spelling: Spelling, weight: Tensor) -> Tensor:
@@ -234,7 +261,7 @@ def load(spelling: Spelling, folder: Path, target: Target) -> Any:
             continue  # our layers have none
         key = f"{_BLOCK}{ours[part]}" if part in ours else f"{_LAYER}{part.removeprefix(spelling.layer)}"
         value = _turned(spelling, tensor) if key.endswith("eh_proj.weight") else tensor
-        own[key] = value + 1 if spelling.centred_norms and "norm" in key else value
+        own[key] = _uncentred(value) if spelling.centred_norms and "norm" in key else value
     drafter = native.build(_model_of(spelling, config), target, DraftVocab(target.vocab_size))
     return layout.fill(drafter, found, own)
 

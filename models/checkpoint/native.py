@@ -284,13 +284,13 @@ def build(model: dict[str, Any], target: Target, vocab: DraftVocab) -> Any:
     """
     kind: Any = drafter_class(model)
     arguments = {name: value for name, value in model.items() if name != "_target_"}
-    path, parameters = model["_target_"], _parameters(kind)
+    path, parameters = model["_target_"], arguments_of(kind)
     for argument in arguments.keys() - parameters.keys():
         near = difflib.get_close_matches(argument, parameters, n=1)
         meant = f" Did you mean {near[0]!r}?" if near else f" It takes: {', '.join(parameters) or 'none'}."
         raise UserError(f"{path} takes no argument {argument!r}.{meant}")
-    for argument, needed in parameters.items():
-        if needed and argument not in arguments:
+    for argument, default in parameters.items():
+        if default is inspect.Parameter.empty and argument not in arguments:
             raise UserError(f"{path} needs the argument {argument!r}.")
     return kind(target, vocab, **arguments)
 
@@ -310,18 +310,18 @@ def drafter_class(model: dict[str, Any]) -> type:
     return found
 
 
-def _parameters(drafter_class: Any) -> dict[str, bool]:
-    """What a drafter takes behind target and vocab, and whether it must be given.
+def arguments_of(drafter_class: Any) -> dict[str, Any]:
+    """What a drafter takes behind target and vocab, and its defaults; those that must be given have `Parameter.empty`.
 
-    Of a `**sizes: Unpack[...]` these are the keys of the TypedDict (`models.layers.LayerSizes`), none of them needed.
+    Of a `**sizes: Unpack[...]` these are the keys of the TypedDict (`models.layers.LayerSizes`), by default None.
     """
-    found: dict[str, bool] = {}
+    found: dict[str, Any] = {}
     for parameter in list(inspect.signature(drafter_class).parameters.values())[2:]:
         if parameter.kind is parameter.VAR_KEYWORD:
             (keys,) = get_args(get_type_hints(drafter_class.__init__)[parameter.name])
-            found |= dict.fromkeys(get_type_hints(keys), False)
+            found |= dict.fromkeys(get_type_hints(keys))
         else:
-            found[parameter.name] = parameter.default is parameter.empty
+            found[parameter.name] = parameter.default
     return found
 
 
@@ -352,10 +352,10 @@ def _vocab(d2t: Tensor | None, size: int, target: Target, folder: Path) -> Draft
         raise UserError(f"{str(folder)!r}: d2t is wrong. {error}") from error
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file. Raises UserError where it is missing, damaged or cut short."""
+def read_tensors(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+    """The `wanted` tensors of a safetensors file. Raises UserError where it is missing, damaged or cut short."""
     with _opened(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118 (not a dict)
 
 
 def tensor_names(path: Path) -> set[str]:

@@ -22,6 +22,7 @@ _SPELLING = Spelling(
     hides_first=False,
     centred_norms=True,
 )
+TAKES = mtp.TAKES
 USE = snippets.inside_the_target("No engine that we know runs a layer of Llama's shape under these names.")
 WHOLE_VOCABULARY = True
 

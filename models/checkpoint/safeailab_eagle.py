@@ -13,6 +13,7 @@ from models.checkpoint.layout import Config, Manifest
 from models.target import Target
 
 _NAME = "safeailab_eagle"
+TAKES = eagle1.TAKES
 USE = snippets.safeailab(", use_eagle3=False")
 WHOLE_VOCABULARY = True
 _ARCHITECTURE = "LlamaForCausalLM"

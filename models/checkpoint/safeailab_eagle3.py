@@ -14,6 +14,7 @@ from models.checkpoint.safeailab_eagle import SCALINGS
 from models.target import Target
 
 _NAME = "safeailab_eagle3"
+TAKES = eagle3.TAKES
 USE = snippets.safeailab(", use_eagle3=True")
 _ARCHITECTURE = "LlamaForCausalLM"
 _KEYS = (*llama.KEYS, "draft_vocab_size")

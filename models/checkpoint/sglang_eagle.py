@@ -10,6 +10,7 @@ from models.checkpoint.layout import Config, Manifest
 from models.target import Target
 
 _NAME = "sglang_eagle"
+TAKES = eagle1.TAKES
 USE = snippets.sglang("EAGLE")
 WHOLE_VOCABULARY = True
 _ARCHITECTURE = "LlamaForCausalLMEagle"

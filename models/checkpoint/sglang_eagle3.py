@@ -13,6 +13,7 @@ from models.checkpoint.layout import Config, Manifest
 from models.target import Target
 
 _NAME = "sglang_eagle3"
+TAKES = eagle3.TAKES
 USE = snippets.sglang("EAGLE3")
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
 _KEYS = (*llama.KEYS, "draft_vocab_size", "target_hidden_size", "eagle_config")

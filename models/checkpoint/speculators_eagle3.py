@@ -14,6 +14,7 @@ from models.target import Target
 
 _NAME = "speculators_eagle3"
 _KIND = "eagle3"
+TAKES = eagle3.TAKES
 USE = f"{snippets.vllm(_KIND)}\n{snippets.SPECULATORS}"
 _KEYS = ("architectures", "speculators_model_type", "transformer_layer_config", "speculators_config",
          "draft_vocab_size", "target_hidden_size", "norm_before_residual", eagle3.IDS, "dtype",

@@ -10,6 +10,7 @@ from models.checkpoint.layout import Config, Manifest
 from models.target import Target
 
 _NAME = "vllm_eagle"
+TAKES = eagle1.TAKES
 USE = snippets.vllm("eagle")
 WHOLE_VOCABULARY = True
 _ARCHITECTURE = "LlamaForCausalLM"  # vLLM puts Eagle in front of it

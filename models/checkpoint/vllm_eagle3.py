@@ -10,6 +10,7 @@ from models.checkpoint.layout import Config, Manifest
 from models.target import Target
 
 _NAME = "vllm_eagle3"
+TAKES = eagle3.TAKES
 USE = snippets.vllm("eagle3")
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _KEYS = (*llama.KEYS, "draft_vocab_size", "target_hidden_size", "norm_before_residual", "fc_norm", "norm_output",

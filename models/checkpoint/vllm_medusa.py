@@ -24,6 +24,7 @@ from models.target import Target
 from models.vocab import DraftVocab
 
 _NAME = "vllm_medusa"
+TAKES = (MedusaDrafter,)
 USE = snippets.vllm("medusa")
 _KEYS = ("architectures", "model_type", "hidden_size", "vocab_size", "num_heads", "num_hidden_layers",
          "truncated_vocab_size", "medusa_fc_bias", "original_lm_head", "dtype")  # fmt: skip
@@ -57,7 +58,7 @@ def save(drafter: Any, target: Target, export: native.Export, folder: Path, card
         "draft_vocab_size=null)": drafter.vocab.reduced and not shared
     }
     obstacles = {**layout.obstacles_of_target(target, embedding=False), **unloadable}
-    layout.require(_NAME, drafter, (MedusaDrafter,), lambda: obstacles)
+    layout.require(_NAME, drafter, TAKES, lambda: obstacles)
     tensors = dict(drafter.state_dict())
     dtype = next(iter(tensors.values())).dtype
     if shared:

@@ -88,10 +88,23 @@ class PromptLookupDrafter(DraftsFromText, nn.Module):
         """What makes transformers' `generate` draft in the same way, to be compared with."""
         return {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": self._sizes[0]}
 
+    def check_transformers(self) -> None:
+        """Raise UserError where `transformers_options` make drafts that are not the same."""
+        other = ["prefer=earliest"] if self._latest else []
+        other += ["min_ngram=1"] if self._sizes[-1] != 1 else []
+        if other:
+            raise UserError(
+                "transformers copies from the earliest place of a match, which may be of one token: make the drafter "
+                f"with {' '.join(f'drafter.model.{setting}' for setting in other)} to compare the two."
+            )
+
     def vllm_options(self, num_tokens: int) -> dict[str, Any]:
         """vLLM's `speculative_config` for the same drafts. Raises UserError where it would copy from another place."""
         if self._latest:
-            raise UserError("vLLM copies from the earliest place of a match: use drafter.model.prefer=earliest.")
+            raise UserError(
+                "vLLM copies from the earliest place of a match: use drafter.model.prefer=earliest, or format=native, "
+                "by which vLLM runs this project's own look-up."
+            )
         longest, shortest = self._sizes[0], self._sizes[-1]
         lengths = {"prompt_lookup_max": longest, "prompt_lookup_min": shortest}
         return {"method": "ngram", "num_speculative_tokens": num_tokens, **lengths}

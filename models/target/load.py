@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 from models.errors import UserError
 from models.target.target import ATTENTION, Target
 
+log = logging.getLogger(__name__)
 TINY = Path(__file__).parent / "tiny"
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -45,13 +47,13 @@ def load_target(
             "checked with four-dimensional masks, which no other attention reads."
         )
     name = name_or_path or source
-    logging.disable_progress_bar()
+    disable_progress_bar()
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     with _explained(f"use target.device={device}"):
         torch.empty(0, device=device)
-    where = _resolve(source, name_or_path)
+    where = place_of(source, name_or_path)
     with _explained(f"load the target {name!r}"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
@@ -64,13 +66,7 @@ def load_target(
         )
         model, info = loaded
         model.to(device)
-    unfilled = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
-    if unfilled:
-        more = f" and {len(unfilled) - 3} more" if len(unfilled) > 3 else ""
-        raise UserError(
-            f"Cannot load the target {name!r}: its files lack, or hold in another shape, "
-            f"{', '.join(unfilled[:3])}{more}."
-        )
+    _refuse_unfilled(name, info)
     model = _with_adapter(model, adapter)
     with _explained(f"load the tokenizer of the target {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
@@ -91,6 +87,22 @@ def load_skeleton(folder: str) -> Target:
         return Target(model, AutoTokenizer.from_pretrained(folder), name=folder)
 
 
+def _refuse_unfilled(name: str, info: dict[str, Any]) -> None:
+    """Raise UserError that names every tensor which is missing, of another shape or unread, where some would be random.
+
+    Files may hold more than the model reads, such as a multi-token prediction module: that alone is told, not refused.
+    """
+    unread = [f"unread {key}" for key in sorted(info["unexpected_keys"])]
+    problems = [f"missing {key}" for key in sorted(info["missing_keys"])]
+    problems += [
+        f"{key} is {tuple(theirs)}, not {tuple(ours)}" for key, theirs, ours in sorted(info["mismatched_keys"])
+    ]
+    if problems:
+        raise UserError(f"Cannot load the target {name!r}: {'; '.join([*problems, *unread])}.")
+    if unread:
+        log.warning("The files of %s hold tensors that the model does not read: %s", name, "; ".join(unread))
+
+
 def _with_adapter(model: Any, adapter: str | None) -> Any:
     if adapter is None:
         return model
@@ -109,7 +121,8 @@ def _explained(what: str) -> Iterator[None]:
         raise UserError(f"Cannot {what}: {reason}.") from error
 
 
-def _resolve(source: str, name_or_path: str | None) -> str:
+def place_of(source: str, name_or_path: str | None) -> str:
+    """The folder of a target, or its name on the hub. Raises UserError where there can be none."""
     if source not in ("tiny", "smollm2", "hf"):
         raise UserError(f"target.source is {source!r}: choose tiny, smollm2 or hf.")
     if source == "tiny":

@@ -46,6 +46,7 @@ def test_more_can_be_as_wrong_as_less() -> None:
 def test_small_differences_name_prompts() -> None:
     found = cause(Counts([1], 100, 300, [80, 60, 44]))
     assert found.startswith("no position's acceptance differs by more than 2%") and "(prompts 0)" in found
+    assert "take more and longer answers (num_prompts, max_new_tokens)" in found
 
 
 def of_rounds(rounds: list[int]) -> Counts:

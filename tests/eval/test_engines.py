@@ -123,8 +123,23 @@ def test_what_an_engine_cannot_do_is_refused(task: Task) -> None:
     layers = EagleDrafter(task.target, DraftVocab(12))
     with pytest.raises(UserError, match="EagleDrafter has no files that an engine loads: give a format"):
         run_transformers(replace(task, drafter=layers, folder=None, format=None))
-    with pytest.raises(UserError, match=r"prefer=earliest"):
+    with pytest.raises(UserError, match=r"prefer=earliest, or format=native"):
         PromptLookupDrafter(task.target, DraftVocab(12)).vllm_options(2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "with drafter.model.prefer=earliest to compare"),
+        ({"prefer": "earliest", "min_ngram": 2}, "with drafter.model.min_ngram=1 to compare"),
+        ({"min_ngram": 3}, "with drafter.model.prefer=earliest drafter.model.min_ngram=1 to compare"),
+    ],
+)
+def test_a_look_up_that_transformers_does_otherwise_is_refused(task: Task, settings: dict[str, Any], said: str) -> None:
+    drafter = PromptLookupDrafter(task.target, DraftVocab(12), **settings)
+    with pytest.raises(UserError, match=f"earliest place of a match, .* {said}"):
+        run_transformers(replace(task, drafter=drafter, folder=None, format=None))
+    assert drafter.transformers_options(2)["max_matching_ngram_size"] == 3  # as for timing, where another may do
 
 
 def test_samples_have_seeds_of_their_own() -> None:

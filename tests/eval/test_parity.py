@@ -19,6 +19,7 @@ from eval import engines, parity, provenance
 from eval.engines import Answers, Task
 from eval.parity import Case, cases, run
 from eval.parity_table import print_parity
+from eval.parity_verdict import at_zero, broken, sampled
 from eval.rounds import VLLM, Counts, count, trace
 from models.checkpoint import native
 from models.drafter.distilled_lm import DistilledLM
@@ -31,6 +32,7 @@ from models.vocab import DraftVocab
 from tests.helpers.drafters import shaken
 from tests.helpers.engines import VLLM_PYTHON, needs_vllm
 
+SAMPLED = {"seed": 0, "significance": 1e-3}
 LOOKUP = {"_target_": "models.drafter.prompt_lookup.PromptLookupDrafter", "prefer": "earliest"}
 LAYERS = {"_target_": "models.drafter.distilled_lm.DistilledLM", "start": "first_layers", "num_layers": 5}
 EAGLE = {"_target_": "models.drafter.eagle.EagleDrafter"}
@@ -142,12 +144,16 @@ def test_equal_counts_pass_and_are_kept(
 
 
 def test_a_case_that_cannot_be_is_refused_before_any_is_run(
-    lookup: str, draft_lm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Target, lookup: str, draft_lm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parity.Bench, "result", lambda *_: pytest.fail("one was run"))
     both = [{"export": lookup, "engine": "reference"}, {"export": draft_lm, "format": "vllm_eagle", "engine": "vllm"}]
     with pytest.raises(UserError, match="vllm_eagle takes EagleDrafter, not DistilledLM"):
         run(options(cases=both, output=str(tmp_path), vllm={"python": sys.executable}))
+    drafter = PromptLookupDrafter(tiny, DraftVocab(tiny.vocab_size))
+    latest = written(tiny, tmp_path / "latest", drafter, {"_target_": LOOKUP["_target_"]})
+    with pytest.raises(UserError, match=r"earliest place of a match.*drafter\.model\.prefer=earliest"):
+        run(options(export=latest, engine="transformers", output=str(tmp_path)))
 
 
 def test_files_of_another_drafter_fail_with_a_cause(
@@ -187,6 +193,33 @@ def doctored(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
 
     monkeypatch.setattr(engines, "vllm_runner", runner)
     monkeypatch.setattr(parity, "check_vllm", lambda python: None)
+
+
+def test_a_case_that_breaks_while_it_runs_is_shown_with_the_others(
+    lookup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def breaking(task: Task) -> Answers:
+        raise RuntimeError("2 rounds make 3 tokens\nand more")
+
+    monkeypatch.setattr(engines, "run_transformers", breaking)
+    both = [{"export": lookup, "engine": engine} for engine in ("transformers", "reference")]
+    assert not run(options(cases=both, output=str(tmp_path), num_prompts=1))
+    first, second = json.loads((tmp_path / "parity.json").read_text())["cases"]
+    why = "could not be compared. RuntimeError: 2 rounds make 3 tokens"
+    assert not first["passed"] and first["cause"] == why and second["passed"]
+    out = capsys.readouterr().out
+    rows = [line for line in out.splitlines() if line.startswith("│") and "lookup" in line]
+    assert "FAILED" in rows[0] and "equal" in rows[1] and len(rows) == 2
+    assert why in " ".join(out.split())
+
+
+def test_what_breaks_is_told_in_a_sentence_and_raised_under_debug(tmp_path: Path) -> None:
+    assert broken(UserError("no such tensor."))["cause"] == "could not be compared. no such tensor."
+    assert broken(ValueError())["failed"] == "ValueError: nothing was said"
+    case, bench = Case("a/run/export", None, None, "reference", 0.0), parity.Bench({"debug": True}, tmp_path)
+    bench._keys[case] = None
+    with pytest.raises(UserError, match="is not an export"):
+        bench.result(case)
 
 
 def test_one_doctored_count_fails(lookup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,17 +275,26 @@ def test_an_engine_that_drafts_nothing_fails_at_any_temperature() -> None:
     """Nothing accepted, in no round: no law is another one."""
     task: Any = None
     drafting, silent = Counts([1, 2], 2, 6, [0, 0, 0]), Counts([1, 2], 0, 0, [0, 0, 0])
-    judged = parity.sampled(task, [drafting] * 9, [silent] * 9, {"seed": 0, "significance": 1e-3})
-    assert not judged["passed"] and judged["cause"] == "theirs drafted nothing"
+    judged = sampled(task, [drafting] * 9, [silent] * 9, SAMPLED)
+    assert not judged["passed"] and judged["cause"].startswith("it drafted nothing: the drafter is not in use there")
+    judged = sampled(task, [silent] * 9, [drafting] * 9, SAMPLED)
+    assert not judged["passed"] and judged["cause"].startswith("ours drafted nothing, so train the drafter longer")
 
 
 def test_equal_counts_of_drafts_that_are_never_accepted_show_nothing() -> None:
     task: Any = None
     for accepted in (0, 1):
         counts = Counts([1, 2], 2, 6, [accepted, 0, 0])
-        judged = parity.at_zero(task, [counts] * 3, [counts] * 3, {"near_tie": 1e-3})
+        judged = at_zero(task, [counts] * 3, [counts] * 3, {"near_tie": 1e-3})
         assert judged["passed"] is bool(accepted)
         assert (judged["cause"] or "").startswith("" if accepted else "nothing was accepted")
+        assert accepted or "train the drafter longer, or take prompts like those" in judged["cause"]
+        assert (judged["note"] or "").startswith("nothing was accepted from position 1 on" if accepted else "")
+    nothing = sampled(task, [counts := Counts([1, 2], 2, 6, [0, 0, 0])] * 9, [counts] * 9, SAMPLED)
+    assert nothing["p_value"] == 1 and not nothing["passed"] and nothing["cause"].startswith("nothing was accepted")
+    full = Counts([1, 2], 2, 6, [2, 1, 1])
+    assert at_zero(task, [full], [full], {"near_tie": 1e-3})["note"] is None
+    assert sampled(task, [full] * 9, [full] * 9, SAMPLED)["passed"]
 
 
 def test_the_table_shows_both_sides_where_they_differ() -> None:
@@ -261,10 +303,11 @@ def test_the_table_shows_both_sides_where_they_differ() -> None:
         "name": "a", "drafter": "eagle", "format": None, "engine": "vllm", "temperature": 0.0, "passed": False,
         "num_speculative_tokens": 3, "same_answers": 4, "prompts": 4, "ours": counts,
         "theirs": counts | {"accepted": 11, "accepted_per_position": [7, 3, 1]}, "cause": "position 0 accepts less",
+        "note": "nothing was accepted from position 3 on",
     }  # fmt: skip
-    sampled = case | {"passed": True, "p_value": 0.25, "cause": None, "temperature": 1.0}
+    drawn = case | {"passed": True, "p_value": 0.25, "cause": None, "temperature": 1.0}
     out = io.StringIO()
-    print_parity([case, sampled], Console(file=out, width=200))
+    print_parity([case, drawn], Console(file=out, width=200))
     shown = [
         [cell.strip() for cell in line.split("│")[1:-1]] for line in out.getvalue().splitlines() if "eagle" in line
     ]
@@ -272,7 +315,10 @@ def test_the_table_shows_both_sides_where_they_differ() -> None:
         ["eagle", "–", "vllm", "0", "3", "4 of 4", "10", "30", "12 or 11", "8 3 1 or 7 3 1", "DIFFERS"],
         ["eagle", "–", "vllm", "1", "3", "4 of 4", "10", "30", "12 or 11", "8 3 1 or 7 3 1", "one law, p = 0.25"],
     ]
-    assert "a: position 0 accepts less" in out.getvalue()
+    assert (
+        "a: position 0 accepts less" in out.getvalue()
+        and "a: nothing was accepted from position 3 on" in out.getvalue()
+    )
 
 
 @needs_vllm

@@ -175,3 +175,18 @@ def test_look_up_copies_from_the_earliest_place_of_the_longest_match(target: Tar
         assert ours[: len(plain)] == plain
         drafted += sum(len(r.draft) for r in plain)
     assert drafted > 0
+
+
+@pytest.mark.parametrize(
+    "kind", ["vllm_eagle", "vllm_eagle3_reduced", "vllm_medusa_shared", "hf_causal_lm", "qwen3_next_mtp"]
+)
+def test_what_it_makes_lies_where_the_target_does(kind: str, written: Callable[[str], Written]) -> None:
+    """On this machine that is not where tensors are made without a word, as with a target on a GPU."""
+    found = written(kind)
+    propose = reference.proposer(found.folder, found.format, found.target, SIZE)
+    (context,) = prompts([9], 64)
+    with torch.inference_mode():
+        here = reference.decode(found.target, propose, context, LENGTH)
+        with torch.device("meta"):
+            there = reference.decode(found.target, propose, context, LENGTH)
+    assert here == there

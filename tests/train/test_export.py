@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,20 @@ import hydra
 import pytest
 import torch
 
+from conf import compose
 from conf.compose import ROOT, plain
 from eval import acceptance
-from models.checkpoint import format_of, layout, native
+from models import target as target_module
+from models.checkpoint import format_of, layout, native, widened
+from models.drafter.distilled_lm import DistilledLM
 from models.drafter.eagle import EagleDrafter
 from models.errors import UserError
 from models.target import Target
 from models.vocab import DraftVocab
 from tests.helpers.drafters import build_shaken
-from train import export, pipeline, settings
+from tests.helpers.formats import edited_config
+from train import export, exporting, pipeline, settings
+from train import run as train_run
 
 EAGLE = {"_target_": "models.drafter.eagle.EagleDrafter", "intermediate_size": 64}
 FIGURES = "| temperature | acceptance rate |\n|---|---|\n| 0 | 0.123 [0.100, 0.150] |"
@@ -46,6 +52,13 @@ def options(*overrides: str) -> dict[str, Any]:
         return plain(hydra.compose("train", overrides=["trainer=cpu", *overrides]))
 
 
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused is refused before the target is loaded."""
+    monkeypatch.setattr(target_module, "load_target", lambda **options: pytest.fail("the target was loaded"))
+
+
+@pytest.mark.usefixtures("unloaded")
 def test_a_folder_of_something_else_is_never_replaced(made: Path) -> None:
     before = sorted(file.name for file in made.iterdir())
     for folder in (made, made.parent):
@@ -128,10 +141,18 @@ def test_what_it_wrote_is_measured_and_converted(made: Path, tmp_path: Path) -> 
         (["format=vllm_eagle", "source_format=vllm_medusa"], "lacks hidden_size"),
     ],
 )
+@pytest.mark.usefixtures("unloaded")
 def test_what_cannot_be_written_is_refused(overrides: list[str], said: str, made: Path) -> None:
     with pytest.raises(UserError, match=said):
         run(export, "export", f"export={made}", *overrides)
     assert [path.name for path in made.parent.iterdir()] == ["export"]
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_target_that_is_an_adapter_is_refused(made: Path) -> None:
+    edited_config(made, lambda config: config["target"].update(adapted={"export": "separate"}))
+    with pytest.raises(UserError, match=r"'eagle' has its target as an adapter, .*backbone\.export=merged"):
+        run(export, "export", f"export={made}", "format=vllm_eagle")
 
 
 def test_a_run_refuses_a_format_that_will_not_fit(
@@ -175,6 +196,53 @@ def test_training_starts_from_a_folder(made: Path, tiny: Target, tmp_path: Path)
         settings.with_start(options("+drafter=eagle", "source_format=vllm_eagle"))
 
 
+def test_a_published_language_model_is_a_start_as_by_its_own_setting(tiny: Target) -> None:
+    """The bundled target's folder is one."""
+    folder = ROOT.parent / "models" / "target" / "tiny"
+    chosen = settings.with_start(options("+drafter=distilled_lm", f"init_from={folder}"))
+    assert chosen == options("+drafter=distilled_lm", f"drafter.model.name_or_path={folder}")
+    drafter = pipeline.build_drafter(chosen, tiny, None)
+    assert isinstance(drafter, DistilledLM) and drafter.pretrained
+    assert torch.equal(drafter.lm.head.weight, tiny.head.weight)
+    with pytest.raises(UserError, match=r"is drafter\.model\.name_or_path, which is given too"):
+        settings.with_start(options("+drafter=distilled_lm", f"init_from={folder}", "drafter.model.name_or_path=other"))
+    with pytest.raises(UserError, match=r"holds a DraftLM, but \+drafter=medusa is a MedusaDrafter"):
+        settings.with_start(options("+drafter=medusa", f"init_from={folder}"))
+
+
+def test_settings_that_a_start_would_leave_unread_are_refused(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(export, "export", f"export={made}", "format=sglang_eagle", f"output={tmp_path / 'a'}")
+    (tmp_path / "a" / layout.RECORD).unlink()
+    given = ["drafter.model.intermediate_size=96", "drafter.model.num_layers=1", "drafter.model.feature_window=2",
+             "drafter.training.start=least_squares", "drafter.training.lr=0.1", "draft_vocab_size=100"]  # fmt: skip
+    unread = {given[place] for place in (0, 2, 3, 5)}  # the others are read, or are what the folder has
+    for folder in (made, tmp_path / "a"):
+        asked = options("+drafter=eagle", f"init_from={folder}", *given)
+        with pytest.raises(UserError, match="would not be read: ") as error:
+            settings.with_start(asked, {"drafter", *(setting.partition("=")[0] for setting in given)})
+        named = str(error.value).partition("would not be read: ")[2].removesuffix(". Drop them.")
+        assert set(named.split(", ")) == unread
+        capsys.readouterr()
+        settings.with_start(asked, {"drafter", "drafter.model.num_layers", "drafter.training.lr"})
+        assert (
+            "drafter.model.intermediate_size=64, not 96; drafter.model.feature_window=1, not 2"
+            in capsys.readouterr().out
+        )
+
+
+def test_the_command_line_tells_what_was_given(
+    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pipeline, "run_job", lambda *_: pytest.fail("it was run"))
+    arguments = ["+drafter=eagle", f"init_from={made}", "drafter.model.num_future=2"]
+    monkeypatch.setattr(sys, "argv", ["train/run.py", *arguments])
+    with pytest.raises(SystemExit):
+        compose.main("train", train_run.job)
+    assert "would not be read: drafter.model.num_future=2. Drop them." in capsys.readouterr().err
+
+
 def test_the_format_of_a_start_may_have_to_be_named(tiny: Target, tmp_path: Path) -> None:
     """vLLM's and SGLang's EAGLE-3 folders are alike, and count captured layers differently."""
     model = {"_target_": "models.drafter.eagle3.Eagle3Drafter", "intermediate_size": 64}
@@ -210,6 +278,37 @@ def test_adapters_are_put_into_what_a_run_starts_from(tiny: Target, tmp_path: Pa
     assert all(torch.equal(kept[name], tensor) for name, tensor in drafter.state_dict().items())
     trained = [name for name, p in module.drafter.named_parameters() if p.requires_grad]
     assert trained and all("lora_" in name for name in trained)
+
+
+def test_a_format_that_fails_at_the_end_costs_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bundled target is its own draft model here; the rehearsal knows nothing of what will go wrong."""
+    small = ["data.sizes.test=1", "measure.num_prompts=1", "measure.temperatures=[0]", "decode.max_new_tokens=8"]
+    formats = ["export.formats=[hf_causal_lm,broken,second]", f"output_root={tmp_path}", "run_name=a"]
+    model = f"drafter.model.name_or_path={ROOT.parent / 'models' / 'target' / 'tiny'}"
+    write = exporting.write_format
+
+    def writes(name: str, *what: Any) -> None:
+        if name == "broken" and what[3].parent == tmp_path / "a":
+            raise UserError("The disk is full.")
+        write("hf_causal_lm", *what)
+
+    monkeypatch.setattr(exporting, "write_format", writes)
+    for module in (exporting, settings):
+        monkeypatch.setattr(module, "format_of", lambda name: format_of("hf_causal_lm"))
+    monkeypatch.setattr(exporting, "widened", lambda name, *rest: widened("hf_causal_lm", *rest))
+    asked = options("+drafter=draft_lm", model, *small, *formats)
+    with pytest.raises(UserError, match=r"finished and measured, but not exported as broken \(The disk is full\)\. To"):
+        pipeline.run_job(asked, settings.run_folder(asked))
+    run = tmp_path / "a"
+    (result,) = json.loads((run / "acceptance.json").read_text())["results"]
+    for folder in ("export", "hf_causal_lm", "second"):
+        assert f"{result['block_efficiency']:.3f}" in (run / folder / "README.md").read_text()
+    assert not (run / "broken").exists() and (run / "acceptance.png").exists()
+    capsys.readouterr()
+    pipeline.run_job(asked, run)
+    assert "this run is finished" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -140,8 +140,12 @@ def _rewritten(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[P
 
 def _drop(weights: dict[str, torch.Tensor]) -> None:
     for layer in range(3):
-        weights.pop(f"model.layers.{layer}.mlp.up_proj.weight")
+        weights[f"model.layers.{layer}.mlp.wide.weight"] = weights.pop(f"model.layers.{layer}.mlp.up_proj.weight")
     weights.pop("model.norm.weight")
+
+
+def _extended(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.layers.1.self_attn.q_proj.bias"] = torch.ones(32)
 
 
 def _reshape(weights: dict[str, torch.Tensor]) -> None:
@@ -168,8 +172,15 @@ def _other_architecture(**changes: Any) -> Callable[[Path], None]:
         (_without_weights, "Cannot load the target .*model.safetensors"),
         (_cut_weights, "Cannot load the target .*header"),
         (_pickled_weights, "Cannot load the target .*no file named model.safetensors"),
-        (_rewritten(_drop), r"lack, or hold in another shape, model.layers.0.mlp.up_proj.weight, .* and 1 more\.$"),
-        (_rewritten(_reshape), r"lack, or hold in another shape, model.norm.weight\.$"),
+        (
+            _rewritten(_drop),
+            ": "
+            + "; ".join(f"missing model.layers.{layer}.mlp.up_proj.weight" for layer in range(3))
+            + "; missing model.norm.weight; "
+            + "; ".join(f"unread model.layers.{layer}.mlp.wide.weight" for layer in range(3))
+            + r"\.$",
+        ),
+        (_rewritten(_reshape), r": model.norm.weight is \(7,\), not \(32,\)\.$"),
         (_without_tokenizer, "Cannot load the tokenizer of the target"),
         (_other_architecture(model_type="nosuch"), "Cannot load the target .*nosuch"),
         (_other_architecture(model_type="t5"), "Cannot load the target .*T5Config"),
@@ -182,6 +193,12 @@ def test_damaged_folders_are_told_in_one_sentence(folder: Path, damage: Callable
     with pytest.raises(UserError, match=message) as caught:
         load_target("hf", name_or_path=str(folder))
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+
+
+def test_tensors_that_nothing_reads_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _rewritten(_extended)(folder)
+    load_target("hf", name_or_path=str(folder))
+    assert "does not read: unread model.layers.1.self_attn.q_proj.bias" in caplog.text
 
 
 def test_an_unsupported_architecture_is_refused_when_it_is_loaded(saved: Path, tmp_path: Path) -> None:
