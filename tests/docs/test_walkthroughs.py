@@ -77,6 +77,7 @@ def runnable(page: Page) -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_drafter_is_added_in_three_files(tree: Path) -> None:
     page = Page(tree / "docs" / "add_a_drafter.md")
     assert sorted(Path(name).parent.as_posix() for name in page.files) == [
@@ -121,6 +122,7 @@ def make_model(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_model_is_brought_along(tree: Path) -> None:
     page = Page(tree / "docs" / "bring_your_own_model.md")
     make_model(tree / "my-model")
