@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = pages(ROOT)
 NAMED = {page.path.relative_to(ROOT).as_posix(): page for page in PAGES}
 # A choice of a group anywhere in the text, `decode=dynamic_tree`; a name in capitals stands for a user's own.
-_CHOICE = re.compile(r"(?<![\w.+/])\+?(drafter|decode|target|data|trainer|logger|parity)=([a-z]\w*)(?![\w/.])")
+_CHOICE = re.compile(r"(?<![\w.+/])\+?(drafter|decode|target|data|trainer|logger|parity|sweep)=([a-z]\w*)(?![\w/.])")
 _FORMAT = re.compile(r"(?<![\w.])(?:source_)?format=(\w+)")
 _CODE = re.compile(r"`([^`\n]+)`")
-_SETTING = re.compile(r"((?:drafter|decode|fit|data|target|trainer|measure|export|compare)(?:\.\w+)+)(?:=.*)?")
+_SETTING = re.compile(r"((?:drafter|decode|fit|data|target|trainer|measure|export|compare|logger)(?:\.\w+)+)(?:=.*)?")
 
 
 @pytest.fixture(scope="module", params=NAMED)
@@ -92,9 +92,10 @@ def is_written(page: Page, group: str, name: str) -> bool:
 
 @cache
 def options(drafter: str | None) -> dict[str, Any]:
-    chosen = [] if drafter is None else [f"+drafter={drafter}"]
+    """The settings of train/run.py, of what makes several such runs, and of logger=wandb."""
+    chosen = ["logger=wandb"] if drafter is None else [f"+drafter={drafter}", "logger=wandb"]
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = hydra.compose("train", overrides=chosen)
+        composed = hydra.compose("sweep", overrides=chosen)
         compared = hydra.compose("compare")
     return plain(OmegaConf.merge({"compare": compared.compare}, composed))  # type: ignore[arg-type]
 
