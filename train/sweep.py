@@ -1,7 +1,7 @@
 """Search a drafter's settings with Optuna, over the same spaces as `wandb sweep conf/sweep/NAME.yaml`.
 
     python train/sweep.py sweep=eagle trials=12 jobs=2
-    python train/sweep.py sweep=medusa trials=6 fit.max_steps=100 overrides=['drafter.model.num_heads=3']
+    python train/sweep.py sweep=medusa trials=6 fit.max_steps=100 "overrides=['drafter.model.num_heads=3']"
 
 Trials are compared by val/block_efficiency. Hydra's multirun makes them, `jobs` at a time, each a run of train/run.py.
 Started again, the same command goes on where it stopped; with more trials, it adds what is lacking.
