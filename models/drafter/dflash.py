@@ -198,7 +198,7 @@ class DFlashDrafter(DraftsTrees, nn.Module):
 
     def logit_parameters(self, step: int = 0) -> list[nn.Parameter]:
         """Those of W₂, and of the target's head where that is trained too."""
-        own = [] if self.markov_head is None else [self.markov_head.markov_w2.weight]
+        own = [] if self.markov_head is None else list(self.markov_head.markov_w2.parameters())
         return own + [p for p in self.head.linear.parameters() if p.requires_grad]
 
     def new_state(self, batch_size: int, max_len: int) -> DFlashState:
