@@ -100,7 +100,8 @@ def log_estimates(
         decode = replace(settings, sampling=sampling, tree=None, draft_length=recorder)
         generate(target, list(contexts), decode, drafter)
     most = settings.depth
-    parts: list[Estimated] = []
+    nothing = torch.zeros(0, most, dtype=torch.float64)  # all that is logged of answers too short to draft anything
+    parts = [Estimated(nothing, nothing.bool(), nothing.bool(), torch.zeros(0, dtype=torch.int64))]
     position = torch.arange(most)
     for chances, made in recorder.log:
         drafted, accepted = torch.tensor(made.drafted)[:, None], torch.tensor(made.accepted)[:, None]

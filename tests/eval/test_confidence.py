@@ -112,6 +112,13 @@ def test_calibration_sets_the_heads_temperatures(target: Target, drafter: Any) -
     assert found["tested"] == held.tested.sum(0).tolist()
 
 
+def test_answers_too_short_to_draft_anything_calibrate_nothing(target: Target, drafter: Any) -> None:
+    found = calibrate(target, drafter, prompts([4, 3], 5), DecodeSettings(1, 3, stop_token_ids=frozenset()), [0.0])
+    assert found["temperatures"] == [1.0, 1.0, 1.0] == drafter.confidence_head.temperatures.tolist()
+    assert found["error_before"] is None and found["error_after_per_position"] == [None] * 3
+    assert "calibration error - before the positions' temperatures, - after, on 0 tested tokens" in report(found)
+
+
 def test_estimate_keeps_the_sampled_law(target: Target) -> None:
     """With drafts of every length, and tokens both accepted and refused."""
     sampling = SamplingParams(1.0)
