@@ -57,7 +57,9 @@ class PromptSource(Protocol):
 class StandardLibrary:
     """Openings of the standard library's files and topics, `min_tokens` to `max_tokens` long, to be continued.
 
-    A document's split is that of `data.stdlib`, so that test prompts come from files that no model was trained on.
+    A document's split is that of `data.stdlib`, so that test prompts come from files that no model was trained on. As
+    its answer a prompt has how the document goes on, for some twice as long as a prompt can be; where it is over, an
+    empty line.
     """
 
     min_tokens: int = 16
@@ -79,7 +81,9 @@ class StandardLibrary:
                     continue
                 kind = "docs" if document.name.startswith("topics/") else "code"
                 cut = target.decode(ids[:length])
-                found.append(Prompt((cut,), category=kind, continuation=True, split=document.split))
+                rest = "".join(lines[start : start + 80])[len(cut.rstrip("\ufffd")) :][: 16 * self.max_tokens]
+                prompt = Prompt((cut,), kind, continuation=True, answers=(rest or "\n",), split=document.split)
+                found.append(prompt)
         rng.shuffle(found)
         return found
 
