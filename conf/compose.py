@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,12 @@ def given_settings() -> set[str]:
     return {re.split("[=@]", override.lstrip("+~"))[0] for override in HydraConfig.get().overrides.task}
 
 
+def composed(config_name: str, overrides: list[str]) -> dict[str, Any]:
+    """What conf/<config_name>.yaml and the overrides make; inside a Hydra job as well."""
+    with _composing():
+        return plain(hydra.compose(config_name, overrides=overrides))
+
+
 def _with_choices(arguments: list[str]) -> list[str]:
     """The same, but names that nested groups were given as if they were values are written as choices, and come first.
 
@@ -114,12 +120,17 @@ def _fail(message: str, code: int) -> None:
 
 
 def explain_overrides(config_name: str, overrides: list[str]) -> None:
-    """Compose once, to say what is wrong with an override and what was probably meant; inside a Hydra job as well."""
+    """Raise UserError where the overrides cannot be composed: the first that is wrong, and what was probably meant.
+
+    Inside a Hydra job as well.
+    """
+    overrides = [o for o in overrides if not o.lstrip("+~").startswith("hydra")]
     with _composing():
+        with suppress(HydraException, OmegaConfBaseException):
+            hydra.compose(config_name, overrides=overrides)
+            return
         good: list[str] = []
         for override in overrides:
-            if override.lstrip("+~").startswith("hydra"):
-                continue
             if "=" not in override and not override.startswith("~"):
                 raise UserError(f"{override!r} is no setting: write NAME=VALUE.")
             try:

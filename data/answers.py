@@ -173,9 +173,13 @@ def _given_rows(target: Target, prompts: list[Prompt], settings: AnswerSettings,
     for prompt in prompts:
         if not prompt.answers:
             raise UserError(f"data.answers.answers=given, but the prompt {prompt.turns[0][:60]!r} has no answer.")
-        turns = prompt.turns[: len(prompt.answers)]
-        ids, mask = encode_conversation(target, messages_of(turns, prompt.answers, prompt.system))
         room = target.max_positions
+        if prompt.continuation:
+            context, said = context_ids(target, prompt), target.encode(prompt.answers[0])[: settings.max_new_tokens]
+            ids, mask = context + said, [0] * len(context) + [1] * len(said)
+        else:
+            turns = prompt.turns[: len(prompt.answers)]
+            ids, mask = encode_conversation(target, messages_of(turns, prompt.answers, prompt.system))
         rows.append(_row(prompt, 0, ids[:room], mask[:room]))
     return rows
 

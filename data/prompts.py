@@ -58,8 +58,10 @@ class PromptSource(Protocol):
 class StandardLibrary:
     """Openings of the standard library's files and topics, `min_tokens` to `max_tokens` long, to be continued.
 
-    A document's split is that of `data.stdlib`, so that test prompts come from files that no model was trained on.
-    With `kind` "code" or "docs" they are of source files or of topics alone. Raises UserError for any other.
+    A document's split is that of `data.stdlib`, so that test prompts come from files that no model was trained on. With
+    `kind` "code" or "docs" they are of source files or of topics alone. As its answer a prompt has how the document
+    goes on, for some twice as long as a prompt can be; where it is over, an empty line. Raises UserError for any other
+    kind.
     """
 
     min_tokens: int = 16
@@ -88,7 +90,9 @@ class StandardLibrary:
                 if len(ids) < length:
                     continue
                 cut = target.decode(ids[:length])
-                found.append(Prompt((cut,), category=kind, continuation=True, split=document.split))
+                rest = "".join(lines[start : start + 80])[len(cut.rstrip("\ufffd")) :][: 16 * self.max_tokens]
+                prompt = Prompt((cut,), kind, continuation=True, answers=(rest or "\n",), split=document.split)
+                found.append(prompt)
         rng.shuffle(found)
         return found
 

@@ -178,8 +178,6 @@ def eagle3(folder: Path, config: dict[str, Any], target: Target, num_tokens: int
     The file's layer ids are those of the states entering a layer, or with `behind` 1, of those that leave it.
     """
     tensors = Tensors(folder, target)
-    offsets = tensors.get("d2t")
-    token_ids = None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets
     table, _ = _own_or_targets(tensors, target)
     wrapped = "transformer_layer_config" in config
     settings = {"norm_before_residual": wrapped, **config.get("transformer_layer_config", {}), **config}
@@ -201,9 +199,39 @@ def eagle3(folder: Path, config: dict[str, Any], target: Target, num_tokens: int
             x = x + _mlp(_norm(x, tensors[f"{name}post_attention_layernorm.weight"], settings), tensors, name)
             last = _norm(x[-1:], tensors["norm.weight"], settings)
             hidden.append(last if settings.get("norm_output") else x[-1:])
-            return _spread(tensors["lm_head.weight"] @ last[0], token_ids, target)
+            return _spread(tensors["lm_head.weight"] @ last[0], _token_ids(tensors), target)
 
         return _chain(text, num_tokens, step)
+
+    return draft
+
+
+def dflash(folder: Path, config: dict[str, Any], target: Target, num_tokens: int) -> Draft:
+    """DFlash: one block of masks behind the text, and DSpark's correction by the token before, where there is one."""
+    tensors, masks = Tensors(folder, target), config["dflash_config"]
+    table, head = _own_or_targets(tensors, target)
+    head, token_ids = tensors.get("lm_head.weight", head), _token_ids(tensors)
+    corrected = "markov_head.markov_w1.weight" in tensors
+
+    def draft(text: list[int], states: States) -> tuple[list[int], Tensor]:
+        captured = torch.cat([states.entering[layer + 1] for layer in masks["target_layer_ids"]], dim=-1)
+        context = _norm(captured @ tensors["fc.weight"].t(), tensors["hidden_norm.weight"], config)
+        x = table[[text[-1], *[masks["mask_token_id"]] * (config["block_size"] - 1)]]
+        for index in range(config["num_hidden_layers"]):
+            name = f"layers.{index}."
+            read = torch.cat([context, _norm(x, tensors[f"{name}input_layernorm.weight"], config)])
+            x = x + _attention(read, tensors, name, config, causal=False)[len(context) :]
+            x = x + _mlp(_norm(x, tensors[f"{name}post_attention_layernorm.weight"], config), tensors, name)
+        told = _norm(x, tensors["norm.weight"], config)[0 if corrected else 1 :]
+
+        def step(tokens: list[int]) -> Tensor:
+            logits = head @ told[len(tokens) - len(text)]
+            if corrected:
+                first, second = (tensors[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+                logits = logits + second @ first[tokens[-1]]
+            return _spread(logits, token_ids, target)
+
+        return _chain(text, min(num_tokens, len(told)), step)
 
     return draft
 
@@ -271,6 +299,12 @@ def _spread(logits: Tensor, token_ids: Tensor | None, target: Target) -> Tensor:
     return logits.new_full((target.vocab_size,), float("-inf")).index_copy(0, token_ids, logits)
 
 
+def _token_ids(tensors: dict[str, Tensor]) -> Tensor | None:
+    """The target's ids (Vd,) of a draft vocabulary."""
+    offsets = tensors.get("d2t")
+    return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets
+
+
 def _captured(config: dict[str, Any], target: Target, behind: int) -> list[int]:
     """The states that are fused, as those entering a layer; where the file names none, those of SafeAILab's code."""
     key = "eagle_aux_hidden_state_layer_ids"
@@ -301,19 +335,26 @@ def _linear(x: Tensor, tensors: dict[str, Tensor], name: str) -> Tensor:
     return y + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else y
 
 
-def _attention(x: Tensor, tensors: dict[str, Tensor], name: str, config: dict[str, Any]) -> Tensor:
-    """Causal attention of rows (S, ·) at positions 0 to S − 1, head by head."""
+def _attention(
+    x: Tensor, tensors: dict[str, Tensor], name: str, config: dict[str, Any], *, causal: bool = True
+) -> Tensor:
+    """Attention of rows (S, ·) at positions 0 to S − 1, head by head; queries and keys have norms in some files."""
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
     groups = heads // config["num_key_value_heads"]
     query, key, value = (_linear(x, tensors, f"{name}self_attn.{part}_proj") for part in "qkv")
-    later = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).triu(1)
+    norms = [tensors.get(f"{name}self_attn.{part}_norm.weight") for part in "qk"]
+    unread = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).triu(1)
+    unread = unread if causal else torch.zeros_like(unread)
     found = []
     for head in range(heads):
         shared = head // groups
-        q = _turned(query[:, head * size : (head + 1) * size], config)
-        k = _turned(key[:, shared * size : (shared + 1) * size], config)
-        scores = (q @ k.t() / size**0.5).masked_fill(later, float("-inf"))
+        own = query[:, head * size : (head + 1) * size], key[:, shared * size : (shared + 1) * size]
+        q, k = (
+            _turned(rows if norm is None else _norm(rows, norm, config), config)
+            for rows, norm in zip(own, norms, strict=True)
+        )
+        scores = (q @ k.t() / size**0.5).masked_fill(unread, float("-inf"))
         found.append(scores.softmax(-1) @ value[:, shared * size : (shared + 1) * size])
     return torch.cat(found, dim=-1) @ tensors[f"{name}self_attn.o_proj.weight"].t()
 
@@ -347,6 +388,8 @@ FORMATS: dict[str, Callable[[Path, dict[str, Any], Target, int], Draft]] = {
     "speculators_eagle3": eagle3,
     "sglang_eagle3": partial(eagle3, behind=1),
     "safeailab_eagle3": eagle3,
+    "vllm_dflash": dflash,
+    "vllm_dspark": dflash,
     "vllm_medusa": medusa,
     "fasterdecoding_medusa": medusa,
     "hf_causal_lm": language_model,

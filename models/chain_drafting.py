@@ -5,7 +5,7 @@ B batch, N drafted tokens, Vd draft vocabulary.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,17 @@ class StopRule(Protocol):
         """Which requests (B,) bool go on behind the token just drawn, which had this chance (B,); it is kept."""
 
 
+@runtime_checkable
+class EstimateRule(StopRule, Protocol):
+    """A rule that looks at the drafter's own estimates: its expander has `confidence`, the chances (B, Q) of these."""
+
+    def estimate(self, chance: Tensor) -> None:
+        """Be told, before `draws` is asked, how likely (B,) the token that would be drawn next is to be accepted.
+
+        The drafter says so of a token that it has not drawn, from what is before it.
+        """
+
+
 def draft_chain(
     expander: Expander,
     vocab: DraftVocab,
@@ -73,6 +84,9 @@ def draft_chain(
         law = logits[:, 0]
         if uniforms is not None or stop is not None:
             law = probabilities(law, UNFILTERED if sampling.greedy else sampling)
+        if isinstance(stop, EstimateRule):
+            confident: Any = expander
+            stop.estimate(confident.confidence()[:, 0])
         draws = None if stop is None else stop.draws(law)
         token = logits[:, 0].argmax(-1) if uniforms is None else draw(law, uniforms[:, depth])
         tokens.append(vocab.to_target(token))

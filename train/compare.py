@@ -9,24 +9,19 @@ Started again, the same command goes on where it stopped: what is trained or mea
 
 from __future__ import annotations
 
-import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from conf.compose import choices, explain_overrides, main, plain
 from models.errors import UserError
+from train import subruns
 
 if TYPE_CHECKING:
     from models.target import Target
 
-ROOT = Path(__file__).resolve().parent.parent
-_PROBE_STEPS = 12
 _OURS = ("compare.", "run_name=", "output_root=")  # settings that are not handed on
 
 
@@ -34,13 +29,14 @@ def job(config: DictConfig) -> None:
     """Train what is not trained yet, measure what is not measured yet, and write one table."""
     options = plain(config)
     wanted = options["compare"]
-    shared = [o for o in HydraConfig.get().overrides.task if not o.startswith(_OURS)]
+    shared = subruns.handed_on(_OURS)
     check(options, shared)
     folder = Path(options["output_root"]) / (options["run_name"] or f"compare-{options['target']['source']}")
     for number, name in enumerate(wanted["drafters"], 1):
         print(f"\n{name} ({number} of {len(wanted['drafters'])})", flush=True)
         own = [*shared, *_own(wanted, name)]
-        _run(name, [*own, *_budget(wanted["minutes"], name, own, folder)], folder, name)
+        steps = subruns.budget(wanted["minutes"], name, own, folder, folder / "data")
+        subruns.run(name, [*own, *steps], folder, name, folder / "data")
     from eval.comparison import Compared, write
     from train.pipeline import open_target
 
@@ -60,10 +56,7 @@ def check(options: dict[str, Any], shared: list[str]) -> None:
     for name in wanted["overrides"] or {}:
         if name not in wanted["drafters"]:
             raise UserError(f"compare.overrides names {name!r}, which is not among compare.drafters.")
-    if wanted["minutes"] is not None and not wanted["minutes"] > 0:
-        raise UserError(f"compare.minutes is {wanted['minutes']}: it must be above 0, or null.")
-    if wanted["minutes"] is not None and any(o.startswith("fit.max_steps=") for o in shared):
-        raise UserError("compare.minutes and fit.max_steps are two budgets: give one of them.")
+    subruns.check_minutes(wanted["minutes"], "compare.minutes", shared)
     for name in wanted["drafters"]:
         own = _own(wanted, name)
         if not isinstance(own, list) or not all(isinstance(o, str) for o in own):
@@ -79,58 +72,22 @@ def _own(wanted: dict[str, Any], name: str) -> Any:
     return (wanted["overrides"] or {}).get(name, [])
 
 
-def _run(name: str, overrides: list[str], folder: Path, run_name: str) -> None:
-    """One run of train/run.py, its output passed through. Raises UserError where it fails."""
-    place = [f"output_root={folder}", f"run_name={run_name}"]
-    if not any(o.startswith("data.folder=") for o in overrides):
-        place.append(f"data.folder={folder / 'data'}")
-    command = [sys.executable, str(ROOT / "train" / "run.py"), f"+drafter={name}", *overrides, *place]
-    code = subprocess.run(command, check=False).returncode
-    if code in (130, -2):
-        raise KeyboardInterrupt
-    if code != 0:
-        raise UserError(f"{name} failed (exit code {code}, see above). The rest is kept: mend it, and start again.")
-
-
-def _budget(minutes: float | None, name: str, overrides: list[str], folder: Path) -> list[str]:
-    """The setting that lets a drafter train for `minutes`, by the pace of a short run of its own; nothing for null."""
-    if minutes is None:
-        return []
-    asked = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:8]  # other settings have another pace
-    probe = f"probes/{name}-{asked}"
-    record = folder / probe / "training.json"
-    if not record.exists():
-        fit = [f"fit.max_steps={_PROBE_STEPS}", "fit.validation_prompts=1"]
-        measure = ["measure.num_prompts=1", "measure.temperatures=[0]"]
-        _run(name, [*overrides, *fit, *measure], folder, probe)
-    if not record.exists():
-        return []  # it does not train by steps
-    pace = json.loads(record.read_text())
-    return [f"fit.max_steps={max(1, int(minutes * 60 * pace['steps'] / pace['seconds']))}"]
-
-
 def _measured(options: dict[str, Any], target: Target, run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The results of a run's chains and trees, and what else is told of its drafter; kept in the run's folder."""
     chains = json.loads((run / "acceptance.json").read_text())["results"]
     path, question = run / "compared.json", {"tree": options["compare"]["tree"], "measure": options["measure"]}
     if path.exists() and (kept := json.loads(path.read_text()))["question"] == question:
         return chains + kept["trees"], kept["drafter"]
-    from data.prompts import SplitSizes, split_prompts
     from eval.comparison import describe_drafter
     from eval.measure import measure
     from models.checkpoint import native
     from models.drafter import accelerate_drafter
     from models.files import write_json
     from models.types import max_depth
-    from train.settings import instantiate, measured_settings, temperatures
+    from train.settings import measured_settings, temperatures
 
-    sizes = SplitSizes(**options["data"]["sizes"])
-    source = instantiate(options["data"]["source"], _convert_="all")
-    prompts = split_prompts(source.prompts(target, sizes.total, options["seed"]), sizes)["test"]
-    prompts = prompts[: options["measure"]["num_prompts"]]
-    target = native.target_of(run / "export", target, options["target"]["trust_remote_code"])
-    drafter = native.load(run / "export", target)
-    target.accelerate()
+    prompts = subruns.measured_prompts(options, target)
+    target, drafter = subruns.open_export(options, target, run / "export")
     about = describe_drafter(target, drafter, prompts, measured_settings(options, 0.0))
     accelerate_drafter(drafter)
     trees = []

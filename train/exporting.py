@@ -14,6 +14,8 @@ from data.prompts import Prompt
 from engine.loop import generate
 from engine.settings import DecodeSettings
 from eval.adapted import distance
+from eval.confidence import calibrate as calibrate_confidence
+from eval.confidence import report as report_confidence
 from eval.measure import Measurement, measure
 from eval.provenance import provenance
 from eval.tree import measure_ranks, print_tree, record_of
@@ -35,7 +37,8 @@ def export(
     The card gets its figures once they are measured.
     """
     finished = target.finished()
-    about = _described(options, finished, manifest, calibrate(options, finished, drafter, validation))
+    tree = calibrate(options, finished, drafter, validation)
+    about = _described(options, finished, manifest, tree, _confidence(options, finished, drafter, validation))
     backbone, save = backbone_of(options["drafter"]["training"]), None
     if not backbone.frozen:
         told = _adapted(options, target, finished, validation, backbone, about.target["load"])
@@ -45,16 +48,21 @@ def export(
 
 
 def _described(
-    options: Options, target: Target, manifest: Options | None, tree: Options | None = None
+    options: Options,
+    target: Target,
+    manifest: Options | None,
+    tree: Options | None = None,
+    confidence: Options | None = None,
 ) -> native.Export:
     """What an export of this run says of itself."""
     place = {k: options["target"][k] for k in ("source", "name_or_path", "dtype", "attn_implementation", "revision")}
+    told = {} if confidence is None else {"confidence": confidence}
     return native.Export(
         name=options["drafter"]["name"],
         model=options["drafter"]["model"],
         target={"name": target.name, "fingerprint": target.fingerprint, "load": place},
         num_speculative_tokens=measured_settings(options, 0.0).num_speculative_tokens,
-        provenance={"config": options, "data": manifest, **provenance()},
+        provenance={"config": options, "data": manifest, **provenance(), **told},
         tree=tree,
     )
 
@@ -136,6 +144,20 @@ def calibrate(options: Options, target: Target, drafter: Any, validation: list[P
     tree = StaticTree.best_first(acceptance, sizes["num_nodes"])
     print_tree(tree, acceptance)
     return record_of(tree, acceptance, prompts)
+
+
+def _confidence(options: Options, target: Target, drafter: Any, validation: list[Prompt]) -> Options | None:
+    """Calibrate a drafter's confidence head on validation prompts, and print how far it is off; None without a head."""
+    if getattr(drafter, "confidence_head", None) is None:
+        return None
+    prompts = validation[: options["fit"]["validation_prompts"]]
+    settings = replace(
+        measured_settings(options, 0.0), tree=None, verification="token", num_speculative_tokens=drafter.max_depth
+    )
+    contexts = [context_ids(target, prompt) for prompt in prompts]
+    found = calibrate_confidence(target, drafter, contexts, settings, temperatures(options))
+    print(report_confidence(found))
+    return found
 
 
 def check_parity(target: Target, trained: Any, loaded: Any, prompts: list[Prompt], settings: DecodeSettings) -> None:

@@ -37,7 +37,7 @@ target alone would have said.
 
 - Target: `{export.target["name"]}` (fingerprint `{export.target["fingerprint"]}`; loading against another one refuses).
   Its licence, which governs what may be done with both together: {_licence_of(export)}.
-{_adapted(export)}- Trained on: {_learnt_from(export.provenance["data"])}.{_tree(export)}
+{_adapted(export)}- Trained on: {_learnt_from(export.provenance["data"])}.{_tree(export)}{_confidence(export)}
 {weights}- Made by: {_made_by(export.provenance)}. The whole configuration is in `config.json`.
 
 {_TITLE}
@@ -80,10 +80,13 @@ def _adapted(export: Export) -> str:
 
 def engine_card(export: Export, format_name: str, measured: str, folder: Path) -> str:
     """Markdown for an export in another engine's format; `measured` are the figures, as `figures` writes them."""
-    use = format_of(format_name).USE
+    module = format_of(format_name)
+    use = module.USE
     target, load = export.target["name"] or "the target", export.target["load"]
     deepest = export.model.get("num_heads")  # no engine drafts deeper than there are heads
     tokens = min(export.num_speculative_tokens, deepest or export.num_speculative_tokens)
+    if hasattr(module, "num_tokens"):  # a format whose drafts are of one length
+        tokens = module.num_tokens(export)
     place = load.get("name_or_path") or _PLACES.get(load.get("source"), target)
     for part, value in zip(snippets.PARTS, (place, folder, tokens, tokens + 1), strict=True):
         use = use.replace(part, str(value))
@@ -156,6 +159,20 @@ def _tree(export: Export) -> str:
         f"\n- Draft tree: {nodes} nodes, the best for what was accepted of {len(export.tree['prompt_ids'])} validation "
         f"prompts;\n  {tokens:.2f} tokens expected per target pass. `decode.tree=calibrated` drafts it in place of a "
         "chain."
+    )
+
+
+def _confidence(export: Export) -> str:
+    found = export.provenance.get("confidence")
+    if found is None:
+        return ""
+    before, after = (
+        "unknown" if found[key] is None else f"{found[key]:.3f}" for key in ("error_before", "error_after")
+    )
+    return (
+        f"\n- Confidence head: calibration error {before} before the positions' temperatures, {after} after, on "
+        f"{sum(found['tested'])} tokens\n  of validation prompts that fitted none. `decode.draft_length=estimate` ends "
+        "drafts by it."
     )
 
 

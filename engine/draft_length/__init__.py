@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from engine.draft_length.cost_aware import CostAware
+from engine.draft_length.estimate import Estimate
 from engine.draft_length.history import Fallback, Window
 from engine.draft_length.laws import Confidence, Entropy
 from engine.draft_length.learnt import Learnt
@@ -19,6 +20,7 @@ __all__ = [
     "CostAware",
     "DraftLength",
     "Entropy",
+    "Estimate",
     "Fallback",
     "Fixed",
     "Learnt",
@@ -30,7 +32,7 @@ __all__ = [
 ]
 
 POLICIES: dict[str, type[DraftLength]] = {
-    policy.name: policy for policy in (Fixed, Window, Confidence, Entropy, CostAware, Learnt, Fallback)
+    policy.name: policy for policy in (Fixed, Window, Confidence, Entropy, CostAware, Learnt, Estimate, Fallback)
 }
 AUTO = "auto"
 

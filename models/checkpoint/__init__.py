@@ -3,8 +3,9 @@
 A format's module has `save(drafter, target, export, folder, card)`, `read(folder)`, `load(folder, target)` and
 `recognises(config, names)`, which says whether a folder with such a config.json and such tensors is of the format.
 `TAKES` are the classes of drafters that it can hold; `USE` says in Markdown how engines are told to use it
-(`snippets`). `WHOLE_VOCABULARY = True` says that engines propose all of the target's tokens, also with a drafter whose
-vocabulary is smaller (`widened`). `native` is our own; the others are what engines load.
+(`snippets`), and `num_tokens(export)`, if there is one, for how many tokens they are to ask. `WHOLE_VOCABULARY = True`
+says that engines propose all of the target's tokens, also with a drafter whose vocabulary is smaller (`widened`).
+`native` is our own; the others are what engines load.
 """
 
 from __future__ import annotations

@@ -94,6 +94,19 @@ def test_given_answers_are_masked_by_the_template(tiny: Target, tmp_path: Path) 
         AnswerSettings(answers="mine")
 
 
+def test_text_goes_on_as_given_without_a_template_and_as_long_as_an_answer(tiny: Target, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, answers="given")
+    short, long = (
+        Prompt(("import os\n",), continuation=True, answers=(f"import sys{more}",)) for more in ("", "\n" * 50)
+    )
+    rows = build_answers(tiny, [short], settings, tmp_path / "a").to_list()
+    context, said = tiny.encode("import os\n", special_tokens=True), tiny.encode("import sys")
+    assert rows[0]["token_ids"] == context + said and rows[0]["loss_mask"] == [0] * len(context) + [1] * len(said)
+    assert len(said) < 12
+    (row,) = build_answers(tiny, [long], settings, tmp_path / "b").to_list()
+    assert sum(row["loss_mask"]) == 12 and row["token_ids"][: len(context)] == context
+
+
 def test_prompts_that_are_too_long_are_left_out_and_counted(
     tiny: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

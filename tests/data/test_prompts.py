@@ -137,8 +137,12 @@ def test_standard_library_prompts_are_seeded_openings_of_their_documents(tiny: T
     texts = {split: "\0".join(d.text for d in documents(split)) for split in SPLITS}
     for prompt in prompts[:200]:
         assert prompt.continuation
-        assert prompt.split is not None and prompt.turns[0] in texts[prompt.split]
+        (rest,) = prompt.answers
+        text = prompt.turns[0] + rest.removesuffix("\n")  # the document may end with the prompt
+        assert prompt.split is not None and text in texts[prompt.split]
     assert {p.category for p in prompts} == {"code", "docs"}
+    lengths = sorted(len(tiny.encode(p.answers[0])) for p in prompts[:200])
+    assert lengths[20] > 24
 
 
 def test_prompt_file_keeps_the_order_of_its_rows(tmp_path: Path, tiny: Target) -> None:

@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = pages(ROOT)
 NAMED = {page.path.relative_to(ROOT).as_posix(): page for page in PAGES}
 # A choice of a group anywhere in the text, `decode=dynamic_tree`; a name in capitals stands for a user's own.
-_CHOICE = re.compile(r"(?<![\w.+/])\+?(drafter|decode|target|data|trainer|logger|parity|sweep|experiment)=([a-z]\w*)(?![\w/.])")
+_CHOICE = re.compile(
+    r"(?<![\w.+/])\+?(drafter|decode|target|data|trainer|logger|parity|sweep|experiment)=([a-z]\w*)(?![\w/.])"
+)
 _FORMAT = re.compile(r"(?<![\w.])(?:source_)?format=(\w+)")
 _CODE = re.compile(r"`([^`\n]+)`")
 _SETTING = re.compile(r"((?:drafter|decode|fit|data|target|trainer|measure|export|compare|logger)(?:\.\w+)+)(?:=.*)?")

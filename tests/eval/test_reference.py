@@ -26,6 +26,8 @@ EAGLE = {"_target_": "models.drafter.eagle.EagleDrafter", "num_layers": 2, "num_
 EAGLE3 = {"_target_": "models.drafter.eagle3.Eagle3Drafter"}
 MEDUSA = {"_target_": "models.drafter.medusa.MedusaDrafter", "num_heads": 3, "num_layers": 2}
 MTP = {"_target_": "models.drafter.mtp.SequentialMTP"}
+DFLASH = {"_target_": "models.drafter.dflash.DFlashDrafter", "block_size": 4, "num_layers": 2}
+DSPARK = DFLASH | {"predict_at_anchor": True, "markov_rank": 6, "confidence": True}
 DRAFT_LM = {"_target_": "models.drafter.draft_lm.DraftLM", "num_layers": 1}
 SOME = torch.arange(1, 64, 2)
 KINDS: dict[str, tuple[str, dict[str, Any], torch.Tensor | None]] = {
@@ -45,6 +47,10 @@ KINDS: dict[str, tuple[str, dict[str, Any], torch.Tensor | None]] = {
     "speculators_eagle3_reduced": ("speculators_eagle3", EAGLE3 | {"norm_before_residual": True}, SOME),
     "sglang_eagle3": ("sglang_eagle3", EAGLE3, SOME),
     "safeailab_eagle3": ("safeailab_eagle3", EAGLE3, SOME),
+    "vllm_dflash": ("vllm_dflash", DFLASH, None),
+    "vllm_dflash_reduced": ("vllm_dflash", DFLASH | {"num_key_value_heads": 4, "mask_token_id": 5}, SOME),
+    "vllm_dspark": ("vllm_dspark", DSPARK, None),
+    "vllm_dspark_reduced": ("vllm_dspark", DSPARK | {"block_size": 3, "confidence": False}, SOME),
     "vllm_medusa": ("vllm_medusa", MEDUSA, None),
     "vllm_medusa_shared": ("vllm_medusa", MEDUSA | {"unembedding": "shared"}, SOME),
     "fasterdecoding_medusa": ("fasterdecoding_medusa", MEDUSA | {"num_layers": 1}, None),
@@ -147,6 +153,15 @@ MUTATIONS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "the other residual": (
         "speculators_eagle3",
         lambda f: config(f, lambda c: c.update(norm_before_residual=True)),
+    ),
+    "captured layers of a block one further": (
+        "vllm_dflash",
+        lambda f: config(f, lambda c: c["dflash_config"].update(target_layer_ids=[2, 3, 4, 5, 6])),
+    ),
+    "another mask": ("vllm_dflash", lambda f: config(f, lambda c: c["dflash_config"].update(mask_token_id=9))),
+    "a correction by other tokens": (
+        "vllm_dspark",
+        lambda f: tensor(f, "markov_head.markov_w1.weight", lambda t: t.roll(1, 0)),
     ),
     "no biases": ("vllm_medusa", lambda f: config(f, lambda c: c.update(medusa_fc_bias=False))),
     "another norm": ("hf_causal_lm", lambda f: tensor(f, "model.norm.weight", lambda t: t.flip(0))),

@@ -118,8 +118,8 @@ def recorded_logits(drafter: Any) -> Iterator[list[Tensor]]:
         return
     original = drafter.logits
 
-    def record(hidden: Tensor, step: int = 0) -> Tensor:
-        found.append(original(hidden, step))
+    def record(*given: Any) -> Tensor:
+        found.append(original(*given))
         return found[-1]
 
     with mock.patch.object(drafter, "logits", record):

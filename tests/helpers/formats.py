@@ -31,6 +31,8 @@ IDS = prompts([13], VOCAB_SIZE, seed=3)[0]
 EAGLE, EAGLE3 = "models.drafter.eagle.EagleDrafter", "models.drafter.eagle3.Eagle3Drafter"
 MEDUSA, MTP = "models.drafter.medusa.MedusaDrafter", "models.drafter.mtp.SequentialMTP"
 DRAFT_LM, DISTILLED = "models.drafter.draft_lm.DraftLM", "models.drafter.distilled_lm.DistilledLM"
+DFLASH = "models.drafter.dflash.DFlashDrafter"
+DSPARK = {"block_size": 5, "num_layers": 2, "predict_at_anchor": True, "markov_rank": 6, "confidence": True}
 LOW_RANK = {"rank": 8, "share": "layers", "train_shared": True}
 ALL_OF_EAGLE31 = {"fc_norm": True, "norm_output": True, "norm_before_residual": True}
 
@@ -68,6 +70,10 @@ CASES = [
     Case("safeailab_eagle3", EAGLE3, reduced=True, target="eight"),
     Case("speculators_eagle3", EAGLE3, reduced=True),
     Case("speculators_eagle3", EAGLE3, ALL_OF_EAGLE31),
+    Case("vllm_dflash", DFLASH, {"block_size": 5, "num_layers": 2}),
+    Case("vllm_dflash", DFLASH, {"block_size": 6, "capture_layers": [2, 3], "num_key_value_heads": 4}, reduced=True),
+    Case("vllm_dspark", DFLASH, DSPARK),
+    Case("vllm_dspark", DFLASH, {**DSPARK, "confidence": False, "mask_token_id": 3}, reduced=True),
     Case("vllm_medusa", MEDUSA, {"num_heads": 4, "num_layers": 2}),
     Case("vllm_medusa", MEDUSA, {"num_heads": 4, "unembedding": "shared"}, reduced=True),
     Case("fasterdecoding_medusa", MEDUSA, {"num_heads": 4}),

@@ -1,4 +1,4 @@
-"""What a card says of licences."""
+"""What a card says of licences, and to engines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from models.checkpoint import native
 from models.checkpoint.native import Export
 from train.model_card import engine_card, model_card
 
@@ -46,3 +47,11 @@ def test_a_target_that_was_not_trained_has_its_own_licence(tmp_path: Path) -> No
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
     export = of_a_target({"source": "hf", "name_or_path": str(tmp_path)}, {"target": {"source": "tiny"}})
     assert all(": mit." in card and "original" not in card for card in both(export))
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("vllm_dflash", 5), ("vllm_dspark", 6)])
+def test_engines_are_told_to_ask_for_whole_blocks(name: str, tokens: int) -> None:
+    target = {"name": "t", "fingerprint": "f", "load": {}}
+    model = {"_target_": "models.drafter.dflash.DFlashDrafter", "block_size": 6}
+    card = engine_card(native.Export("x", model, target, 4, {}), name, "", Path("folder"))
+    assert f'"num_speculative_tokens": {tokens}}}' in card

@@ -1,0 +1,92 @@
+"""Light drafters: layers that go over rows in parts do what they do at once, and sparse MLPs keep the largest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.drafter.eagle import EagleDrafter
+from models.errors import UserError
+from models.layers import layer_config
+from models.light import SparseMLP
+from models.target import Target
+from models.vocab import DraftVocab
+from tests.helpers.drafters import EXACT, build_shaken, tiny_target
+
+MODELS: dict[str, dict[str, Any]] = {
+    "conv": {"_target_": "models.drafter.conv.ConvDrafter"},
+    "linear_attention": {"_target_": "models.drafter.linear_attention.LinearAttentionDrafter", "num_layers": 2},
+    "experts": {"_target_": "models.drafter.experts.ExpertsDrafter", "num_layers": 2},
+    "top1": {"_target_": "models.drafter.experts.ExpertsDrafter", "route": "top1", "active": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target(torch.float64, hidden_size=16, intermediate_size=24)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_in_parts_are_the_rows_at_once(name: str, target: Target) -> None:
+    """Behind any split, and row by row; and no row depends on a later one."""
+    layer = build_shaken(MODELS[name], target, DraftVocab(64)).layers[0]
+    x = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    state = torch.randn(2, *layer.state_shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).abs()
+    with torch.no_grad():
+        whole, states = layer.scan(x, state)
+        assert states.shape == (2, 9, *layer.state_shape)
+        for cut in range(1, 9):
+            first, before = layer.scan(x[:, :cut], state)
+            second, after = layer.scan(x[:, cut:], before[:, -1])
+            torch.testing.assert_close(torch.cat([first, second], dim=1), whole, **EXACT)
+            torch.testing.assert_close(torch.cat([before, after], dim=1), states, **EXACT)
+    x.requires_grad_()
+    out, _ = layer.scan(x, state)
+    for row in range(9):
+        (grad,) = torch.autograd.grad(out[0, row].sum(), x, retain_graph=True)
+        reached = grad[0].abs().amax(-1) > 1e-12
+        assert reached[row] and not reached[row + 1 :].any()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_started_from_a_linear_map_it_is_that_map(name: str, target: Target) -> None:
+    drafter = build_shaken(MODELS[name], target, DraftVocab(64))
+    weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    drafter.start_linear(weight, [])
+    ids = torch.tensor([[3, 5, 7]])
+    past = torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    states = [past.new_zeros(1, *layer.state_shape) for layer in drafter.layers]
+    with torch.no_grad():
+        found, _ = drafter.scan(ids, past, states)
+        torch.testing.assert_close(found, drafter.window(ids, past) @ weight.t(), **EXACT)
+
+
+def test_a_sparse_mlp_keeps_the_largest(target: Target) -> None:
+    config = layer_config(target, 1)
+    torch.manual_seed(0)
+    sparse, dense = SparseMLP(config, 5).double(), SparseMLP(config).double()
+    dense.load_state_dict(sparse.state_dict())
+    x = torch.randn(4, 16, dtype=torch.float64)
+
+    def by_loop(row: Tensor) -> Tensor:
+        inner = torch.nn.functional.silu(sparse.gate_proj(row)) * sparse.up_proj(row)
+        kept = sorted(range(24), key=lambda i: -abs(inner[i].item()))[:5]
+        return torch.stack([inner[i] * sparse.down_proj.weight[:, i] for i in kept]).sum(0)
+
+    torch.testing.assert_close(sparse(x), torch.stack([by_loop(row) for row in x]), **EXACT)
+    assert (sparse(x) - dense(x)).abs().max() > 0.01
+    for wrong in (-1, 25):
+        with pytest.raises(UserError, match=f"active is {wrong}: it must be from 0"):
+            SparseMLP(config, wrong)
+
+
+def test_what_is_remembered_does_not_grow(target: Target) -> None:
+    eagle = EagleDrafter(target, DraftVocab(64)).new_state(2, 1000)
+    assert eagle.cache.capacity == 1000
+    for name in MODELS:
+        drafter = build_shaken(MODELS[name], target, DraftVocab(64))
+        sizes = [sum(state.numel() for state in drafter.new_state(2, room).layers) for room in (10, 1000)]
+        assert sizes[0] == sizes[1] > 0

@@ -1,0 +1,87 @@
+"""Runs of train/run.py as parts of a larger job, each in a process of its own, and their exports."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.hydra_config import HydraConfig
+
+from models.errors import UserError
+
+if TYPE_CHECKING:
+    from data.prompts import Prompt
+    from models.target import Target
+
+ROOT = Path(__file__).resolve().parent.parent
+_PROBE_STEPS = 12
+
+
+def handed_on(ours: tuple[str, ...]) -> list[str]:
+    """The settings of the running job that its runs get too: all but those that begin like one of `ours`."""
+    return [o for o in HydraConfig.get().overrides.task if not o.startswith(ours)]
+
+
+def check_minutes(minutes: float | None, name: str, shared: list[str]) -> None:
+    """Refuse minutes that are none, and two budgets. Raises UserError, in which they are called `name`."""
+    if minutes is None:
+        return
+    if not minutes > 0:
+        raise UserError(f"{name} is {minutes}: it must be above 0, or null.")
+    if any(o.startswith("fit.max_steps=") for o in shared):
+        raise UserError(f"{name} and fit.max_steps are two budgets: give one of them.")
+
+
+def run(drafter: str, overrides: list[str], folder: Path, run_name: str, data: Path) -> None:
+    """One run of train/run.py, its output passed through; answers are kept in `data`. Raises UserError on failure."""
+    place = [f"output_root={folder}", f"run_name={run_name}"]
+    if not any(o.startswith("data.folder=") for o in overrides):
+        place.append(f"data.folder={data}")
+    command = [sys.executable, str(ROOT / "train" / "run.py"), f"+drafter={drafter}", *overrides, *place]
+    code = subprocess.run(command, check=False).returncode
+    if code in (130, -2):
+        raise KeyboardInterrupt
+    if code != 0:
+        raise UserError(f"{run_name} failed (exit code {code}, see above). The rest is kept: mend it, and start again.")
+
+
+def budget(minutes: float | None, drafter: str, overrides: list[str], folder: Path, data: Path) -> list[str]:
+    """The setting that lets a drafter train for `minutes`, by the pace of a short run of its own; nothing for null."""
+    if minutes is None:
+        return []
+    asked = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:8]  # other settings have another pace
+    probe = f"probes/{drafter}-{asked}"
+    record = folder / probe / "training.json"
+    if not record.exists():
+        fit = [f"fit.max_steps={_PROBE_STEPS}", "fit.validation_prompts=1"]
+        measure = ["measure.num_prompts=1", "measure.temperatures=[0]"]
+        run(drafter, [*overrides, *fit, *measure], folder, probe, data)
+    if not record.exists():
+        return []  # it does not train by steps
+    pace = json.loads(record.read_text())
+    return [f"fit.max_steps={max(1, int(minutes * 60 * pace['steps'] / pace['seconds']))}"]
+
+
+def measured_prompts(options: dict[str, Any], target: Target) -> list[Prompt]:
+    """The prompts that a run with these options is measured on."""
+    from data.prompts import SplitSizes, split_prompts
+    from train.settings import instantiate
+
+    sizes = SplitSizes(**options["data"]["sizes"])
+    source = instantiate(options["data"]["source"], _convert_="all")
+    found = split_prompts(source.prompts(target, sizes.total, options["seed"]), sizes)["test"]
+    return found[: options["measure"]["num_prompts"]]
+
+
+def open_export(options: dict[str, Any], target: Target, folder: Path) -> tuple[Target, Any]:
+    """The drafter in an export, and its target: `target`, or the one that was trained with it, ready to be measured."""
+    from models.checkpoint import native
+
+    own = native.target_of(folder, target, options["target"]["trust_remote_code"])
+    drafter = native.load(folder, own)
+    own.accelerate()
+    return own, drafter
