@@ -226,10 +226,10 @@ def test_settings_that_a_start_would_leave_unread_are_refused(
         assert set(named.split(", ")) == unread
         capsys.readouterr()
         settings.with_start(asked, {"drafter", "drafter.model.num_layers", "drafter.training.lr"})
-        assert (
-            "drafter.model.intermediate_size=64, not 96; drafter.model.feature_window=1, not 2"
-            in capsys.readouterr().out
+        told = (
+            "drafter.model.feature_window=1, not 2; drafter.model.intermediate_size=64, not 96; drafter.training.start="
         )
+        assert f"brings its own settings: {told}random, not least_squares" in capsys.readouterr().out
 
 
 def test_the_command_line_tells_what_was_given(
