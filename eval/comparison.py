@@ -82,6 +82,7 @@ def table_rows(compared: list[Compared]) -> list[Row]:
         row = {
             "drafter": c.name,
             "parameters": f"{c.about['parameters']:,}" if c.about["parameters"] else "–",
+            "trained tokens": _shown(training.get("tokens"), "{:,.0f}"),
             "training tokens/s": _shown(training.get("tokens_per_s"), "{:,.0f}"),
             "peak MB": _shown(training.get("peak_memory_bytes"), "{:,.0f}", 1e-6),
         }
@@ -117,9 +118,13 @@ def readiness_rows(compared: list[Compared]) -> list[Row]:
 
 
 def notes(compared: list[Compared]) -> list[str]:
-    """What must be said of drafters whose target is not the others', since it was trained together with them."""
+    """What must be said of drafters whose target was trained together with them, and of those that draft no trees."""
     found = [(c.name, report({"adapted": c.about["adapted"]})) for c in compared if c.about.get("adapted")]
-    return [f"{name}: {said}" for name, said in found]
+    told = [f"{name}: {said}" for name, said in found]
+    without = [c.name for c in compared if c.results and all(result["tree"] is None for result in c.results)]
+    if without and any(result["tree"] is not None for c in compared for result in c.results):
+        told.append(f"Chains alone, for they draft no trees: {', '.join(without)}.")
+    return told
 
 
 def write(compared: list[Compared], target: Target, folder: Path, options: dict[str, Any]) -> None:

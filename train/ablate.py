@@ -78,7 +78,7 @@ def job(config: DictConfig) -> None:
     for number, (seed, arm) in enumerate(runs, 1):
         print(f"\n{ablation.name}: {arm}, seed {seed} ({number} of {len(runs)})", flush=True)
         own = ablation.overrides(arm, shared)
-        steps = subruns.budget(options["minutes"], ablation.drafter, own, folder, data)
+        steps = subruns.budget(options["minutes"], ablation.drafter, own, folder, f"{arm}-{seed}", data)
         subruns.run(ablation.drafter, [*own, *steps, f"seed={seed}"], folder, f"{arm}-{seed}", data)
     from eval.ablation import Ablated, write
 

@@ -22,6 +22,7 @@ from train import subruns
 if TYPE_CHECKING:
     from models.target import Target
 
+_OWN = ("drafter.", "fit.", "trainer.", "draft_vocab_size=", "init_from=", "source_format=")  # of one drafter alone
 _OURS = ("compare.", "run_name=", "output_root=")  # settings that are not handed on
 
 
@@ -35,7 +36,7 @@ def job(config: DictConfig) -> None:
     for number, name in enumerate(wanted["drafters"], 1):
         print(f"\n{name} ({number} of {len(wanted['drafters'])})", flush=True)
         own = [*shared, *_own(wanted, name)]
-        steps = subruns.budget(wanted["minutes"], name, own, folder, folder / "data")
+        steps = subruns.budget(wanted["minutes"], name, own, folder, name, folder / "data")
         subruns.run(name, [*own, *steps], folder, name, folder / "data")
     from eval.comparison import Compared, write
     from train.pipeline import open_target
@@ -62,6 +63,10 @@ def check(options: dict[str, Any], shared: list[str]) -> None:
         if not isinstance(own, list) or not all(isinstance(o, str) for o in own):
             raise UserError(f"compare.overrides.{name} is {own!r}: give a list of settings, as ['fit.batch_size=8'].")
         explain_overrides("train", [f"+drafter={name}", *shared, *own])
+        if unfair := [o for o in own if not o.lstrip("+~").startswith(_OWN)]:
+            raise UserError(
+                f"compare.overrides.{name} has {', '.join(unfair)}, which must be the same for all: give it by itself."
+            )
     from train.settings import measured_settings
 
     measured_settings({**options, "decode": {**options["decode"], "tree": wanted["tree"]}}, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,18 +42,41 @@ def run(drafter: str, overrides: list[str], folder: Path, run_name: str, data: P
     place = [f"output_root={folder}", f"run_name={run_name}"]
     if not any(o.startswith("data.folder=") for o in overrides):
         place.append(f"data.folder={data}")
-    command = [sys.executable, str(ROOT / "train" / "run.py"), f"+drafter={drafter}", *overrides, *place]
-    code = subprocess.run(command, check=False).returncode
+    code = finished([sys.executable, str(ROOT / "train" / "run.py"), f"+drafter={drafter}", *overrides, *place])
     if code in (130, -2):
         raise KeyboardInterrupt
     if code != 0:
         raise UserError(f"{run_name} failed (exit code {code}, see above). The rest is kept: mend it, and start again.")
 
 
-def budget(minutes: float | None, drafter: str, overrides: list[str], folder: Path, data: Path) -> list[str]:
-    """The setting that lets a drafter train for `minutes`, by the pace of a short run of its own; nothing for null."""
+def finished(command: list[str]) -> int:
+    """The exit code of a process; when this one is to end (SIGTERM), that one is told to, and is waited for."""
+    process = subprocess.Popen(command)
+
+    def end(number: int, _: object) -> None:
+        process.send_signal(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        return process.wait()
+    finally:
+        process.wait()
+        signal.signal(signal.SIGTERM, before)
+
+
+def budget(
+    minutes: float | None, drafter: str, overrides: list[str], folder: Path, run_name: str, data: Path
+) -> list[str]:
+    """The setting that lets a drafter train for `minutes`, by the pace of a short run of its own; nothing for null.
+
+    A run that has begun keeps the number of steps that it began with.
+    """
     if minutes is None:
         return []
+    begun = folder / run_name / "config.json"
+    if begun.exists():
+        return [f"fit.max_steps={json.loads(begun.read_text())['config']['fit']['max_steps']}"]
     asked = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:8]  # other settings have another pace
     probe = f"probes/{drafter}-{asked}"
     record = folder / probe / "training.json"

@@ -31,7 +31,7 @@ EAGLE = Compared(
     "eagle",
     [result(0.0, 2.0), result(1.0, 1.5), result(0.0, 2.5, True), result(1.0, 1.75, True)],
     {"parameters": 1234567, "memory_share": 0.125, "readiness": READY,
-     "training": {"tokens_per_s": 1234.5, "peak_memory_bytes": 5e8}},
+     "training": {"tokens": 98765, "tokens_per_s": 1234.5, "peak_memory_bytes": 5e8}},
 )  # fmt: skip
 LOOKUP = Compared(
     "prompt_lookup",
@@ -47,6 +47,7 @@ def test_the_table_has_the_best_first_and_nothing_where_nothing_was_measured() -
     assert second["τ chain, T=0"] == "2.00 [1.50, 2.25]" and second["τ tree, T=1"] == "1.75 [1.25, 2.00]"
     assert second["speed-up chain, T=1"] == "0.75 [0.75, 1.50]"
     assert second["parameters"] == "1,234,567" and second["peak MB"] == "500" and second["α by position"] == "0.70 –"
+    assert (first["trained tokens"], second["trained tokens"]) == ("–", "98,765")
 
 
 def test_readiness_is_shown_where_there_is_any() -> None:
@@ -75,7 +76,8 @@ def test_a_target_of_its_own_is_told_of() -> None:
         "positions": 1200,
     }
     own = Compared("medusa2", EAGLE.results, EAGLE.about | {"adapted": told})
-    assert notes([EAGLE, LOOKUP, Compared("frozen", [], {"adapted": None})]) == []
+    assert notes([EAGLE, Compared("frozen", [], {"adapted": None})]) == []
+    assert notes([EAGLE, LOOKUP]) == ["Chains alone, for they draft no trees: prompt_lookup."]
     (said,) = notes([EAGLE, own])
     assert said.startswith("medusa2: Decoding is lossless for the ADAPTED target") and "(LoRA of rank 8)" in said
     assert "the original 'some'" in said and "1,200 tokens" in said and "0.0125 nats" in said and "50.0%" in said

@@ -22,6 +22,14 @@ def test_a_mistake_in_one_drafters_settings_is_named_before_any_work(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
+def test_what_would_make_the_comparison_another_one_is_refused(tmp_path: Path) -> None:
+    other = "compare.overrides={prompt_lookup:['decode.num_speculative_tokens=2','drafter.model.max_ngram=2']}"
+    process = start("train/compare.py", "compare.drafters=[prompt_lookup]", other, f"output_root={tmp_path}")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and output.count("error: ") == 1
+    assert "prompt_lookup has decode.num_speculative_tokens=2, which must be the same for all" in output
+
+
 @pytest.mark.slow
 def test_drafters_are_trained_measured_and_put_side_by_side_once(tmp_path: Path) -> None:
     command = [
