@@ -126,10 +126,13 @@ def prepare_data(options: Options, target: Target) -> Prepared:
     data = options["data"]
     sizes = SplitSizes(**data["sizes"])
     source: PromptSource = instantiate(data["source"], _convert_="all")
-    splits = split_prompts(source.prompts(target, sizes.total, options["seed"]), sizes)
+    prompts = source.prompts(target, sizes.total, options["seed"])
+    if not is_trained(options):
+        sizes = SplitSizes(0, sizes.validation if options["measure"]["validation"] else 0, sizes.test)
+    splits = split_prompts(prompts, sizes)
     check_prompts(target, [context_ids(target, prompt) for prompt in splits["validation"] + splits["test"]])
     if not is_trained(options):
-        return Prepared(None, splits["validation"] if options["measure"]["validation"] else [], splits["test"], None)
+        return Prepared(None, splits["validation"], splits["test"], None)
     settings = answer_settings(options)
     manifest = describe(target, splits["train"], settings)
     if data["reuse"]:
