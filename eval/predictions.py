@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from eval.measured_drafts import (
+    Reached,
+    acceptance_of,
+    measured_cost,
+    predicted_efficiency,
+    predicted_speedup,
+    reach_of,
+)
 from eval.theory import (
     Constant,
     Decay,
     Linear,
-    Measured,
     Profile,
     Roofline,
     RoundCost,
@@ -28,6 +34,8 @@ from eval.theory import (
 from models.errors import UserError
 
 _LONGEST = 64  # drafts are looked at up to that length for the best one
+_PRINTED = ("drafter", "temperature", "block_efficiency", "speedup", "predicted_speedup", "conditional_acceptance",
+            "counts")  # fmt: skip
 
 
 def job(options: dict[str, Any]) -> None:
@@ -86,72 +94,62 @@ def lengths_of(given: Any) -> list[int]:
     return lengths
 
 
-def table_of(profile: Profile, cost: RoundCost, lengths: list[int]) -> Table:
-    """τ, speed-up and sensitivities at each length."""
+def table_of(profile: Profile, cost: RoundCost, lengths: list[int], reach: tuple[float, ...] | None = None) -> Table:
+    """τ, speed-up and sensitivities at each length, where drafts have a token at each position as often as `reach`."""
     table = Table(title=f"Expected of {profile}, at c = {cost.draft:g}")
-    for column in ("n", "α at n", "τ", "pass", "speed-up", "dτ/dα", "dS/dα", "dS/dc"):
+    told = () if reach is None else ("drafted at n",)
+    for column in ("n", "α at n", *told, "τ", "pass", "speed-up", "dτ/dα", "dS/dα", "dS/dc"):
         table.add_column(column, justify="right")
+    drafted = profile if reach is None else Reached(profile, reach)
     for n in lengths:
-        rates, s = profile.rates(n), sensitivity(profile, cost, n)
-        numbers = (block_efficiency(rates), cost.verify(n), speedup(rates, cost))
+        rates, s = drafted.rates(n), sensitivity(drafted, cost, n)
+        numbers = (block_efficiency(rates), cost.verify(cost.drafted(n)), speedup(rates, cost))
         slopes = (s.block_efficiency_by_alpha, s.speedup_by_alpha, s.speedup_by_draft_cost)
-        last = f"{float(rates[-1]):.3f}" if rates else ""
-        table.add_row(str(n), last, *(f"{float(x):.3f}" for x in (*numbers, *slopes)))
+        last = [f"{float(profile.rates(n)[-1]):.3f}" if n else ""]
+        if reach is not None:
+            last.append(f"{reach[n - 1]:.3f}" if n else "")
+        table.add_row(str(n), *last, *(f"{float(x):.3f}" for x in (*numbers, *slopes)))
     return table
 
 
 def read_report(path: Path) -> list[dict[str, Any]]:
-    """The results of an acceptance.json. Raises UserError where it is none."""
+    """The results of an acceptance.json. Raises UserError where it is none, or nothing was measured."""
     try:
         results: list[dict[str, Any]] = json.loads(path.read_text())["results"]
         for result in results:
+            lacking = [key for key in _PRINTED if key not in result]
+            if lacking or not result["counts"]["rounds"]:
+                what = f"lacks {', '.join(lacking)}" if lacking else "is of no prompt at all"
+                raise UserError(f"report={path}: a result {what}: measure again with eval/acceptance.py.")
             measured_cost(result)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"report={path}: cannot read an acceptance report from it ({error!r}).") from error
     return results
 
 
-def measured_cost(result: dict[str, Any]) -> RoundCost | None:
-    """What a result's rounds cost, in units of a plain token's time; None where nothing was drafted or timed.
-
-    The target's pass is known at length 0, that of plain decoding, and at the mean length of the drafts; between them
-    and beyond it is taken as a straight line. A prompt of several turns counts as one answer.
-    """
-    counts = {name: sum(values) for name, values in result["counts"].items() if isinstance(values[0], int | float)}
-    drafted = sum(map(sum, result["counts"]["drafted"]))
-    rounds, plain_rounds = counts["rounds"], counts["plain_tokens"] - len(result["counts"]["plain_s"])
-    if not drafted or plain_rounds <= 0 or result["num_nodes"] != result["num_speculative_tokens"]:
-        return None
-    plain_s = (counts["plain_s"] - counts["plain_prefill_s"]) / plain_rounds
-    check = counts["verify_s"] / rounds / plain_s
-    length = drafted / rounds
-    spent = counts["speculative_prefill_s"] + counts["draft_s"] + counts["verify_s"]
-    other = max((counts["speculative_s"] - spent) / rounds / plain_s, 0.0)
-    return RoundCost(
-        counts["draft_s"] / drafted / plain_s,
-        lambda n: max(1 - other + (check - 1 + other) * n / length, 0.0),  # a plain round has the rest in it, too
-        other,
-    )
-
-
 def print_result(result: dict[str, Any], console: Console) -> None:
     """Predicted beside measured of one drafter at one temperature, and what to expect of other lengths."""
-    profile, cost = Measured(tuple(result["conditional_acceptance"])), measured_cost(result)
-    most = len(profile.values)
-    tau = block_efficiency(profile.rates(most))
+    acceptance, reach, cost = acceptance_of(result), reach_of(result), measured_cost(result)
+    most = len(acceptance.values)
+    predicted, measured = result["predicted_speedup"], result["speedup"]
     console.print(
-        f"{result['drafter']}, T = {result['temperature']:g}, {most} tokens: τ predicted {tau:.3f}, measured "
-        f"{result['block_efficiency']:.3f}; speed-up predicted {result['predicted_speedup']:.3f}, measured "
-        f"{result['speedup']:.3f} ({_off(result['predicted_speedup'], result['speedup'])})",
+        f"{result['drafter']}, T = {result['temperature']:g}, {most} tokens: τ predicted "
+        f"{predicted_efficiency(result, most):.3f}, measured {_number(result['block_efficiency'])}; speed-up predicted "
+        f"{_number(predicted)}, measured {_number(measured)} ({_off(predicted, measured)})",
         style="bold",
     )
     if cost is None:
         console.print("a draft tree, or nothing timed: theory is for chains")
         return
-    console.print(table_of(profile, cost, list(range(1, most + 1))))
-    best = best_length(profile, cost, most)
-    console.print(f"best of those: {best} tokens, speed-up {speedup(profile.rates(best), cost):.3f} while decoding")
+    console.print(table_of(acceptance, cost, list(range(1, most + 1)), reach))
+    best = best_length(Reached(acceptance, reach), cost, most)
+    speed = predicted_speedup(result, best)
+    console.print(f"best of those: {best} tokens, speed-up {_number(speed)} while decoding")
 
 
-def _off(predicted: float, measured: float) -> str:
-    return "not timed" if math.isnan(predicted) or not measured else f"{predicted / measured - 1:+.1%}"
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _off(predicted: float | None, measured: float | None) -> str:
+    return f"{predicted / measured - 1:+.1%}" if predicted is not None and measured else "not timed"

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from eval.charts import Bar, Series, interval_chart, line_chart, stacked_chart, tree_chart
+from eval.measured_drafts import is_chain, predicted_efficiency, predicted_speedup
 from eval.page import charts, said, table
 from eval.report_results import (
     Shown,
@@ -13,9 +14,7 @@ from eval.report_results import (
     decoding_speedup,
     interval,
     number,
-    predicted_efficiency,
-    predicted_speedup,
-    rates_of,
+    policy_of,
     temperatures,
     totals,
     with_interval,
@@ -84,7 +83,7 @@ def by_category(shown: Sequence[Shown]) -> str:
 
 def draft_lengths(shown: Sequence[Shown]) -> str:
     """τ and speed-up that theory expects of each draft length, beside what was measured at some."""
-    chains = [s for s in shown if s.numbers.get("tree") is None and rates_of(s.numbers)]
+    chains = [s for s in shown if is_chain(s.numbers) and s.numbers.get("conditional_acceptance")]
     if not chains:
         return said("Left out: no result is of chains that tell acceptance by position.", "lacking")
     drawn: list[str] = []
@@ -92,8 +91,10 @@ def draft_lengths(shown: Sequence[Shown]) -> str:
     for temperature in temperatures(chains):
         expected: list[Series] = []
         speeds: list[Series] = []
-        for name in dict.fromkeys(s.drafter for s in chains if s.temperature == temperature):
-            tau, speed, lines = _by_length([s for s in chains if (s.drafter, s.temperature) == (name, temperature)])
+        for own in dict.fromkeys(_drafting(s) for s in chains if s.temperature == temperature):
+            tau, speed, lines = _by_length(
+                own, [s for s in chains if (_drafting(s), s.temperature) == (own, temperature)]
+            )
             expected, speeds, rows = expected + tau, speeds + speed, rows + lines
         at, x = f"at T = {temperature:g}", "draft length, tokens"
         drawn.append(line_chart(f"τ by draft length {at}", expected, x=x, y="τ", from_zero=False))
@@ -101,16 +102,23 @@ def draft_lengths(shown: Sequence[Shown]) -> str:
     how = (
         "Lines: what theory (eval/theory.py) expects of each length, by the acceptance at every position and the cost "
         "of a round of the longest drafts that were measured; the checking pass is taken to grow evenly from a plain "
-        "one. Marks: what was measured at that length. Speed-up here is without the prompts' own passes."
+        "one. Where not all drafts are that long, a position counts as often as it was drafted. Marks: what was "
+        "measured at that length. Speed-up here is without the prompts' own passes."
     )
     columns = ("drafter", "T", "draft length", "τ predicted", "τ measured", "speed-up predicted", "speed-up measured")
     return said(how, "soft") + charts(*drawn) + table("Prediction beside measurement", columns, rows)
 
 
-def _by_length(own: Sequence[Shown]) -> tuple[list[Series], list[Series], list[list[str]]]:
+def _drafting(shown: Shown) -> str:
+    """The drafter's name, and that of its draft lengths' policy: one policy's rates say nothing of another's."""
+    policy = policy_of(shown.numbers)
+    return shown.drafter if policy == "fixed" else f"{shown.drafter}, {policy}"
+
+
+def _by_length(name: str, own: Sequence[Shown]) -> tuple[list[Series], list[Series], list[list[str]]]:
     """Of one drafter at one temperature: series of τ and of speed-up, predicted and measured, and the table's rows."""
-    longest = max(own, key=lambda s: len(rates_of(s.numbers)))
-    name, colour, most = longest.drafter, longest.colour, len(rates_of(longest.numbers))
+    longest = max(own, key=lambda s: len(s.numbers["conditional_acceptance"]))
+    colour, most = longest.colour, len(longest.numbers["conditional_acceptance"])
     by_length = {s.numbers["num_speculative_tokens"]: s for s in own}
     tau = {n: predicted_efficiency(longest.numbers, n) for n in range(most + 1)}
     speed = {n: predicted_speedup(longest.numbers, n) for n in range(1, most + 1)}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.predictions import measured_cost
+from eval.measured_drafts import is_chain
 from eval.run_folder import Found, Run
-from eval.theory import Measured, RoundCost, predict, survival
 
 _TIMES = ("plain_s", "plain_prefill_s", "plain_tokens", "speculative_s", "speculative_prefill_s", "speculative_tokens",
           "draft_s", "verify_s", "rounds", "emitted")  # fmt: skip
@@ -39,12 +37,19 @@ class Shown:
         return draft_of(self.numbers)
 
 
+def policy_of(numbers: dict[str, Any]) -> str:
+    """What says how long a result's drafts are."""
+    length = numbers.get("draft_length")
+    return str(length.get("policy", "fixed")) if isinstance(length, dict) else "fixed"
+
+
 def draft_of(numbers: dict[str, Any]) -> str:
     """What a result's rounds draft: "chain of 4", "tree of 20", "≤8, entropy"."""
-    count, length = numbers["num_speculative_tokens"], numbers.get("draft_length")
+    count, policy = numbers["num_speculative_tokens"], policy_of(numbers)
     if numbers.get("tree") is not None:
         return f"tree of {numbers.get('num_nodes', '?')}"
-    policy = length.get("policy", "fixed") if isinstance(length, dict) else "fixed"
+    if not is_chain(numbers):
+        return f"trees to depth {count}"
     return f"chain of {count}" if policy == "fixed" else f"≤{count}, {policy}"
 
 
@@ -116,50 +121,6 @@ def categories(numbers: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "acceptance_rate": accepted / tested if tested else None,
         }
     return found
-
-
-def rates_of(numbers: dict[str, Any]) -> list[float]:
-    """Conditional acceptance by position; 0 where nothing was tested, as theory takes it."""
-    told = numbers.get("conditional_acceptance") or []
-    return list(Measured(tuple(math.nan if rate is None else float(rate) for rate in told)).rates(len(told)))
-
-
-def reach_of(numbers: dict[str, Any]) -> list[float]:
-    """The share of rounds whose draft has a token at each position; 1 where the result does not tell."""
-    counts = numbers.get("counts") or {}
-    length = len(numbers.get("conditional_acceptance") or [])
-    if not counts.get("drafts") or not counts.get("rounds") or not sum(counts["rounds"]):
-        return [1.0] * length
-    return [min(sum(column) / sum(counts["rounds"]), 1.0) for column in zip(*counts["drafts"], strict=True)]
-
-
-def predicted_efficiency(numbers: dict[str, Any], length: int) -> float:
-    """τ of chains of `length` tokens: 1 + Σ_i reach_i·s_i. See eval/theory.py."""
-    return 1 + sum(r * s for r, s in zip(reach_of(numbers)[:length], survival(rates_of(numbers)[:length]), strict=True))
-
-
-def cost_of_round(numbers: dict[str, Any]) -> RoundCost | None:
-    """What a round costs; None for trees, and where nothing was drafted, timed or counted."""
-    if totals(numbers) is None or not numbers["counts"].get("drafted") or "num_nodes" not in numbers:
-        return None
-    return measured_cost(numbers)
-
-
-def predicted_speedup(numbers: dict[str, Any], length: int) -> float | None:
-    """The speed-up while decoding that chains of `length` tokens promise; None where nothing tells their cost."""
-    cost = cost_of_round(numbers)
-    if cost is None:
-        return None
-    reach = reach_of(numbers)[:length]
-    promised = predict(
-        rates_of(numbers)[:length],
-        draft_s_per_token=cost.draft,
-        verify_s_per_round=cost.verify(length),
-        plain_s_per_token=1.0,
-        other_s_per_round=cost.other,
-        reach=reach,
-    )
-    return promised if math.isfinite(promised) else None
 
 
 def decoding_speedup(numbers: dict[str, Any]) -> float | None:

@@ -155,18 +155,22 @@ class Roofline:
         if not self.cache_bytes >= 0:
             raise UserError(f"cache_bytes is {self.cache_bytes}: it must be 0 or more.")
 
-    def seconds(self, rows: int, requests: int = 1) -> float:
+    def seconds(self, rows: float, requests: int = 1) -> float:
         """Of one pass over so many rows, those of all requests together."""
         memory = (self.weight_bytes + requests * self.cache_bytes) / self.bandwidth_bytes_per_s
         return max(memory, rows * self.flops_per_row / self.peak_flops_per_s)
 
-    def relative(self, num_tokens: int, requests: int = 1) -> float:
+    def relative(self, num_tokens: float, requests: int = 1) -> float:
         """v: a pass that checks n drafted tokens of each request, n + 1 rows, in units of a plain pass over one row."""
         return self.seconds(requests * (num_tokens + 1), requests) / self.seconds(requests, requests)
 
 
-def _free(num_tokens: int) -> float:
+def _free(num_tokens: float) -> float:
     return 1
+
+
+def _all(num_tokens: int) -> float:
+    return num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +179,13 @@ class RoundCost:
 
     `draft` is c; `verify(n)` is v, the target's pass over n + 1 rows (1 where nothing is said: reading the weights is
     all that counts); `other` is all the rest. In a batch all of them are for the batch, as is the plain pass.
+    `drafted(n)` is how many tokens a round drafts on average of n at most, where that is not n.
     """
 
     draft: float
-    verify: Callable[[int], float] = _free
+    verify: Callable[[float], float] = _free
     other: float = 0
+    drafted: Callable[[int], float] = _all
 
     def __post_init__(self) -> None:
         for name in ("draft", "other"):
@@ -188,7 +194,8 @@ class RoundCost:
 
     def of(self, num_tokens: int) -> float:
         """A round with n drafted tokens."""
-        return self.verify(num_tokens) + num_tokens * self.draft + self.other
+        drafted = self.drafted(num_tokens)
+        return self.verify(drafted) + drafted * self.draft + self.other
 
 
 def survival(rates: Sequence[float]) -> list[float]:
@@ -323,7 +330,8 @@ def sensitivity(profile: Profile, cost: RoundCost, num_tokens: int) -> Sensitivi
     rates, slopes = profile.rates(num_tokens), profile.slopes(num_tokens)
     by_alpha = sum(g * slope for g, slope in zip(block_efficiency_gradient(rates), slopes, strict=True))
     round_cost = cost.of(num_tokens)
-    return Sensitivity(by_alpha, by_alpha / round_cost, -num_tokens * speedup(rates, cost) / round_cost)
+    by_draft_cost = -cost.drafted(num_tokens) * speedup(rates, cost) / round_cost
+    return Sensitivity(by_alpha, by_alpha / round_cost, by_draft_cost)
 
 
 def simulate(rates: Sequence[float], num_rounds: int, seed: int) -> NDArray[np.int64]:

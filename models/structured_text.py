@@ -247,7 +247,7 @@ class JsonText:
             return tuple(_LETTERS)
         kind = self._value_schema().get("type") if self._expect == "value" else None
         starts = {"integer": ("1", "-"), "number": ("1", "-"), "boolean": ("t", "f")}
-        if kind in starts:
+        if isinstance(kind, str) and kind in starts:  # it may be a list of several
             return starts[kind]
         if self._expect in ("value", "value or end"):
             return ('"', "1", "[", "{", "t")

@@ -25,6 +25,7 @@ from models.chain_drafting import draft_chain
 from models.checkpoint import native
 from models.drafter import accelerate_drafter
 from models.errors import UserError
+from models.json_schema import check_schema
 from models.sampling import RequestRandom, SamplingParams
 from models.structured_text import Forced, Grammar, JsonText, PythonText, common_start
 from models.target import Target
@@ -216,7 +217,7 @@ class _ForcedExpander:
 
 
 def _schema(given: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """A schema as a mapping. Raises UserError where it is none, or a file cannot be read."""
+    """A schema as a mapping. Raises UserError where it is none or malformed, or a file cannot be read."""
     found: Any = given
     if isinstance(given, str):
         try:
@@ -225,4 +226,6 @@ def _schema(given: dict[str, Any] | str | None) -> dict[str, Any] | None:
             raise UserError(f"drafter.model.schema={given}: cannot read a JSON schema from it ({error}).") from error
     if found is not None and not isinstance(found, dict):
         raise UserError(f"drafter.model.schema is {found!r}: it must be a JSON schema, as a mapping.")
+    if found is not None:
+        check_schema(found, f"drafter.model.schema={given}" if isinstance(given, str) else "drafter.model.schema")
     return found

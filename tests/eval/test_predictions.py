@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from conf.compose import ROOT, plain
 from engine.settings import DecodeSettings
 from eval.acceptance import write_report
 from eval.measure import Measurement
-from eval.predictions import cost_of, job, lengths_of, measured_cost, print_result, profile_of, read_report
+from eval.measured_drafts import measured_cost
+from eval.predictions import cost_of, job, lengths_of, print_result, profile_of, read_report
 from eval.theory import Constant, Decay, Linear, Roofline, Stepped, speedup
 from models.errors import UserError
 
@@ -105,10 +105,17 @@ def test_a_report_gives_predicted_beside_measured(tmp_path: Path, capsys: pytest
 
 def test_trees_and_what_is_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (result,) = read_report(report(tmp_path))
-    print_result(result | {"num_nodes": 20, "predicted_speedup": math.nan}, Console(width=120))
+    print_result(result | {"num_nodes": 20, "predicted_speedup": None}, Console(width=120))
     shown = capsys.readouterr().out
     assert "(not timed)" in shown and "theory is for chains" in shown
-    for text in ("{", json.dumps({"results": [{}]}), json.dumps([1])):
+    counts = {name: [] for name in result["counts"]}
+    for text, said in (
+        ("{", "cannot read an acceptance report"),
+        (json.dumps([1]), "cannot read an acceptance report"),
+        (json.dumps({"results": [result | {"counts": 3}]}), "cannot read an acceptance report"),
+        (json.dumps({"results": [{}]}), "lacks drafter, temperature"),
+        (json.dumps({"results": [result | {"counts": counts}]}), "is of no prompt at all"),
+    ):
         (tmp_path / "broken.json").write_text(text)
-        with pytest.raises(UserError, match="cannot read an acceptance report"):
+        with pytest.raises(UserError, match=said):
             read_report(tmp_path / "broken.json")

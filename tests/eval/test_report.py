@@ -16,8 +16,9 @@ from engine.__main__ import encode
 from engine.loop import generate
 from engine.settings import DecodeSettings
 from eval.charts import Series, line_chart, number, thinned, ticks, tree_chart
+from eval.measured_drafts import predicted_efficiency, predicted_speedup
 from eval.report import html, job, with_folders
-from eval.report_results import decoding_speedup, predicted_efficiency, predicted_speedup, shown_results
+from eval.report_results import decoding_speedup, shown_results
 from eval.run_folder import Found, read_folders, read_metrics
 from eval.sample import Piece, Sample, coloured, pieces_of, samples
 from models.checkpoint import native
@@ -149,6 +150,19 @@ def test_prediction_stands_beside_measurement() -> None:
     assert predicted_efficiency(short, 2) == pytest.approx(1 + 0.5 * 0.6)
     assert predicted_speedup(result(num_nodes=9), 2) is None  # a tree
     assert predicted_efficiency(result(conditional_acceptance=[0.6, None]), 2) == pytest.approx(1.6)
+
+
+def test_trees_that_nobody_asked_for_and_other_policies_are_told_apart(tmp_path: Path) -> None:
+    branched = result("lookahead")
+    branched["counts"]["drafted"] = [[120.0, 90.0], [80.0, 60.0]]
+    window = result(draft_length={"policy": "window"}, block_efficiency=1.7, conditional_acceptance=[0.8, 0.5])
+    window["counts"]["drafts"] = window["counts"]["drafted"] = [[45.0, 30.0], [30.0, 20.0]]
+    whole_run(tmp_path / "run", result(), window, branched)
+    page = report(tmp_path / "run")
+    beside = page.partition("Prediction beside measurement")[2].partition("</table>")[0]
+    assert "lookahead" not in beside and row(page, "code", "lookahead", "0")[3] == "trees to depth 2"
+    assert row(page, "eagle", "0", "2")[3:] == ["1.900", "1.900", "1.000", "1.000"]
+    assert row(page, "eagle, window", "0", "2")[3:5] == ["1.800", "1.700"]  # 1 + 0.75 · 0.8 + 0.5 · 0.8 · 0.5
 
 
 def test_lengths_of_one_export_share_a_prediction(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The hybrid's law against a mixture that is written out, from a search and from the neural drafter's `unroll`."""
+"""The hybrid's law against a mixture that is written out, from a search and from the neural drafter's `unroll`.
+
+R drafts, N drafted tokens, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from models.drafter.hybrid import HybridDrafter, NgramText
 from models.errors import UserError
 from models.sampling import SamplingParams, probabilities
 from models.target import Target
-from models.types import Draft
+from models.types import Draft, TargetFeatures
 from models.vocab import DraftVocab
 from tests.helpers.drafters import (
     EXACT,
@@ -31,8 +34,10 @@ from tests.helpers.drafters import (
     sampled_p_value,
     shaken,
 )
-from tests.helpers.laws import law_by_loop
+from tests.helpers.laws import Laws, behind, law_by_loop, random_laws
 from tests.helpers.suffixes import longest_continued
+from tests.helpers.verdicts import Drafts, bisect, emitted_by, off_by
+from tests.models.test_chain_checking import Given, block, token
 
 EAGLE = {"_target_": "models.drafter.eagle.EagleDrafter"}
 LM = {"_target_": "models.drafter.draft_lm.DraftLM", "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2,
@@ -172,6 +177,68 @@ class MixesFilteredLaws(HybridDrafter):
 def test_the_written_out_mixture_notices_mistakes(mutant: type[HybridDrafter], target: Target) -> None:
     with pytest.raises(AssertionError):
         check_observed(target, build(target, EAGLE, ngram_weight=0.7, drafter_class=mutant), SAMPLED)
+
+
+# ---- exact enumeration through the verifier ----
+
+TEXT = [0, 1, 2, 0, 1, 3, 0, 1, 4, 2, 0, 1]  # the ending was continued by 2, 3 and 4
+DRAWN, RIGHT, SEEN = 2, 1e-12, 1e-3  # tokens; a law that is right, and one that is not
+
+
+def enumerated(drafter: HybridDrafter, target: Laws, sampling: SamplingParams) -> Drafts:
+    """Every draft of N tokens that the drafter makes behind `TEXT`, by bisecting the number that each is drawn with."""
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(1, len(TEXT) - 1, 16 * len(drafter.capture_layers), generator=generator, dtype=torch.float64)
+    ids = torch.tensor([TEXT])
+    rows = TargetFeatures(ids[:, :-1], ids[:, 1:], hidden, torch.tensor([len(TEXT) - 1]))
+
+    def propose(draws: Tensor) -> Draft:
+        random: Any = Given(draws)
+        state, committed = drafter.new_state(len(draws), 40), rows.select([0] * len(draws))
+        return drafter.propose(state, committed, num_speculative_tokens=DRAWN, sampling=sampling, random=random)
+
+    draws, weight = torch.full((1, DRAWN), 0.5, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    for at in range(DRAWN):
+        below = torch.arange(1, 5).repeat(len(draws))
+
+        def lower(u: Tensor, at: int = at, draws: Tensor = draws, below: Tensor = below) -> Tensor:
+            tried = draws.repeat_interleave(4, dim=0)
+            tried[:, at] = u
+            return propose(tried).token_ids[:, at] < below
+
+        edges = bisect(lower, torch.zeros(len(below), dtype=torch.float64)).view(-1, 4)
+        edges = torch.nn.functional.pad(torch.nn.functional.pad(edges, (1, 0)), (0, 1), value=1.0)  # (R, V + 1)
+        mass = edges.diff(dim=1)
+        row, column = (mass > 0).nonzero(as_tuple=True)
+        weight, draws = weight[row] * mass[row, column], draws[row]
+        draws[:, at] = (edges[row, column] + edges[row, column + 1]) / 2
+    draft = propose(draws)
+    assert draft.probs is not None and draft.lengths is None
+    return Drafts(weight, draft.token_ids, draft.probs, behind(target, draft.token_ids), list(range(-1, DRAWN - 1)))
+
+
+@pytest.mark.parametrize(
+    ("options", "sampling"),
+    [({"ngram_weight": 0.8, "vocab": torch.tensor([0, 2, 3])}, SAMPLED), ({}, SamplingParams(1.3, top_k=3))],
+    ids=["reduced", "filtered"],
+)
+def test_what_is_made_of_mixed_drafts_has_exactly_the_targets_law(
+    options: dict[str, Any], sampling: SamplingParams, target: Target
+) -> None:
+    """The drafter itself is enumerated, the verifier with it, and the target's laws are any."""
+    laws = random_laws(5, DRAWN + 1, torch.Generator().manual_seed(2))
+    drafts = enumerated(build(target, EAGLE, **options), laws, sampling)
+    assert len(drafts.weight) >= 9 and float(drafts.weight.sum()) == pytest.approx(1)
+    torch.testing.assert_close(drafts.drawn_with.prod(1), drafts.weight, **EXACT)
+    assert off_by(emitted_by(laws, drafts, token), laws) < RIGHT
+    assert off_by(emitted_by(laws, drafts, block, block=True), laws) < RIGHT
+
+
+def test_enumeration_sees_another_law_than_the_mixture(target: Target) -> None:
+    """Scored with the neural law, what was drawn from the mixture changes what comes out."""
+    laws = random_laws(5, DRAWN + 1, torch.Generator().manual_seed(2))
+    drafts = enumerated(build(target, EAGLE, drafter_class=ReportsTheNeuralLaw), laws, SAMPLED)
+    assert off_by(emitted_by(laws, drafts, token), laws) > SEEN
 
 
 @pytest.mark.parametrize("sampling", [SAMPLED, FILTERED])

@@ -222,6 +222,8 @@ def described(target: Target, model: dict[str, Any]) -> native.Export:
         ({"grammar": "python", "schema": {}}, "schema is for grammar=json"),
         ({"schema": "nowhere.json"}, "schema=nowhere.json: cannot read a JSON schema"),
         ({"schema": [1]}, r"schema is \[1\]: it must be a JSON schema"),
+        ({"schema": {"minItems": "1"}}, "schema: minItems is '1', but it must be a whole number"),
+        ({"schema": {"items": {"enum": None}}}, r"schema\.items: enum is None, but it must be a list"),
         ({"neural": {"_target_": "models.drafter.suffix.SuffixDrafter"}}, "SuffixDrafter cannot go on"),
         ({"export": "nowhere"}, "'nowhere' is not an export"),
     ],
