@@ -230,7 +230,7 @@ def load(folder: Path, target: Target) -> Any:
     A link is followed once, so that all files are of one version. Raises UserError, naming what is wrong: another
     target than it was trained for, a damaged file, tensors that are missing, unknown or of another shape.
     """
-    folder = folder.resolve()
+    folder = folder.resolve() if folder.is_symlink() else folder
     export = read(folder)
     refuse_other_target(export, target, folder)
     config, weights = read_config(folder / "config.json"), folder / "model.safetensors"
