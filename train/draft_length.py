@@ -32,7 +32,7 @@ from models.target import Target
 _HELD_OUT = 5  # every fifth prompt chooses the thresholds
 _CANDIDATES, _SWEEPS = 64, 3
 _BATCH_ROUNDS = 512
-_TIMED_PROMPTS, _TIMED_TOKENS = 4, 32
+_TIMED_PROMPTS, _TIMED_TOKENS, _TIMED_ROUNDS = 4, 32, 4  # so many tokens at least, and rounds if all are accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def _logged(features: Tensor, made: Round, first: int, most: int) -> LoggedRound
 def time_rounds(target: Target, drafter: Any, prompts: list[list[int]], settings: DecodeSettings) -> RoundCosts:
     """Time rounds of every length, one request at a time and the lengths in turns, with the predictor's work in them.
 
-    A run's first draft reads the prompt as well, and is left out.
+    A run's first draft reads the prompt as well, and is left out. Raises UserError where nothing else is drafted.
     """
     costs = RoundCosts(settings.depth, None, first=2**31)
     for prompt in prompts:
@@ -156,7 +156,7 @@ def time_rounds(target: Target, drafter: Any, prompts: list[list[int]], settings
             recorder = Recorder()
             decode = replace(
                 settings,
-                max_new_tokens=_TIMED_TOKENS,
+                max_new_tokens=max(_TIMED_TOKENS, _TIMED_ROUNDS * (length + 1)),
                 num_speculative_tokens=length,
                 draft_length=recorder,
                 stop_token_ids=frozenset(),
@@ -164,6 +164,11 @@ def time_rounds(target: Target, drafter: Any, prompts: list[list[int]], settings
             generate(target, [prompt], decode, drafter)
             for _, made in recorder.log[1:]:
                 costs.add(made.drawn, made.seconds)
+    if not any(costs.counts):
+        raise UserError(
+            f"No round could be timed behind the first {len(prompts)} prompts, which leave no room in the context: "
+            "shorten the prompts, or give drafter.training.cost, a draft step over a target step."
+        )
     return costs
 
 
@@ -172,10 +177,17 @@ def fit(
 ) -> str:
     """Train the predictor, choose its thresholds on the prompts held out, and say what that is expected to give.
 
-    costs (N + 1,) are those of rounds with 0, 1, .. drafted tokens, in any unit.
+    costs (N + 1,) are those of rounds with 0, 1, .. drafted tokens, in any unit. Raises UserError where no round is of
+    a prompt that is held out, or all are.
     """
     held_out = logged.prompt % _HELD_OUT == _HELD_OUT - 1
     train, held = logged.select(~held_out), logged.select(held_out)
+    for part, what in ((train, "that are learnt from"), (held, f"held out, one of every {_HELD_OUT}")):
+        if not len(part.drafted):
+            raise UserError(
+                f"No round was drafted behind the prompts {what}: their answers end at once, or they fill the context. "
+                "Raise drafter.training.num_prompts or max_new_tokens."
+            )
     features = train.features[train.tested]
     device = predictor.thresholds.device
     predictor.center.copy_(features.mean(0))

@@ -11,6 +11,7 @@ from typing import Any
 import hydra
 import pytest
 import torch
+from torch import Tensor
 
 from conf.compose import ROOT, plain
 from data import prompts as data_prompts
@@ -26,7 +27,7 @@ from models.length_predictor import LengthPredictor
 from models.sampling import SamplingParams
 from models.target import Target
 from models.vocab import DraftVocab
-from tests.helpers.drafters import five_token_target, prompts, shaken
+from tests.helpers.drafters import five_token_target, prompts, shaken, tiny_target
 from train import pipeline
 from train.draft_length import (
     DraftLengthTraining,
@@ -174,6 +175,45 @@ def test_rounds_are_timed_at_every_length(small: Target, drafter: DraftLengthDra
     assert costs.counts[0] == 0 and min(costs.counts[1:]) >= 2
     table = costs.table()
     assert 0 < table[1] <= table[2] <= table[3]
+
+
+class _AlwaysThree:
+    """Says that token 3 follows, whatever came before."""
+
+    room = None
+
+    def __init__(self, batch_size: int) -> None:
+        self._logits = torch.eye(5)[3].expand(batch_size, 1, 5)
+
+    def root(self) -> Tensor:
+        return self._logits
+
+    def below(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        return self._logits
+
+
+def test_long_drafts_are_timed_though_all_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft of 20 that is right is 21 tokens of the answer, and the first one of an answer does not count."""
+    target = tiny_target(vocab_size=5, hidden_size=16, intermediate_size=32, max_position_embeddings=128)
+    drafter: DraftLengthDrafter = shaken(DraftLengthDrafter(target, DraftVocab(5), neural=EAGLE))
+    monkeypatch.setattr(drafter.neural, "expander", lambda state, committed: _AlwaysThree(len(committed.lengths)))
+    always_three = SamplingParams(logit_bias=((3, 1e4),))
+    costs = time_rounds(target, drafter, prompts([4], 5), DecodeSettings(9, 20, always_three))
+    assert costs.counts[0] == 0 and min(costs.counts[1:]) >= 2
+
+
+def test_prompts_without_room_are_said(small: Target, drafter: DraftLengthDrafter) -> None:
+    full = prompts([small.max_positions - 1] * 2, 5)
+    with pytest.raises(UserError, match="behind the first 2 prompts, which leave no room"):
+        time_rounds(small, drafter, full, DecodeSettings(9, 3))
+
+
+@pytest.mark.parametrize(("prompt", "which"), [(0, "held out, one of every 5"), (4, "that are learnt from")])
+def test_rounds_of_one_side_only_are_said(prompt: int, which: str) -> None:
+    logged = made_up(20, 0)
+    one_side = LoggedRounds(logged.features, logged.drafted, logged.accepted, torch.full((20,), prompt))
+    with pytest.raises(UserError, match=f"No round was drafted behind the prompts {which}.*num_prompts"):
+        fit(LengthPredictor(), one_side, [1.0] * (MOST + 1), max_steps=1, lr=1e-2, seed=0)
 
 
 def test_senseless_training_is_refused(small: Target, drafter: DraftLengthDrafter) -> None:
