@@ -289,23 +289,6 @@ def test_heads_that_share_keys_do_not_start_alike(target: Target) -> None:
 
 
 @torch.no_grad()
-def test_rows_of_frequent_tokens_read_themselves_too(target: Target) -> None:
-    """Where a few tokens make most of a text, whitening makes theirs small: they must be read apart all the same."""
-    drafter = native.build(MODEL | {"num_key_value_heads": 4}, target, DraftVocab(64))
-    chances = 1 / torch.arange(1, 65, dtype=torch.float64)
-    token_ids = chances.expand(40, -1).multinomial(20, True, generator=torch.Generator().manual_seed(3))
-    hidden = target(token_ids, capture_layers=drafter.capture_layers).hidden
-    features = TargetFeatures(token_ids, token_ids.roll(-1, 1), hidden, torch.full((40,), 20))
-    h = drafter.condense(hidden)
-    read = drafter.stack.layers[0].read(drafter.fuse(features.next_token_ids, h))
-    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(2), dtype=torch.float64) / 10
-    drafter.start_layers(weight, moments_by_rows(read.flatten(0, 1)))
-    (output,) = drafter.unroll(features, 1)
-    wanted = read @ weight.t()
-    assert (output - h - wanted).square().mean() / wanted.square().mean() < 0.05
-
-
-@torch.no_grad()
 def test_states_start_in_units_that_the_final_norm_puts_back(target: Target) -> None:
     drafter = native.build(MODEL, target, DraftVocab(64))
     weight, scale = torch.randn(64, 192, dtype=torch.float64), torch.rand(64, dtype=torch.float64) + 0.5
