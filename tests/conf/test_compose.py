@@ -1,10 +1,14 @@
 """What a user reads after a mistake on the command line: one sentence, the nearest name, an exit code, no traceback."""
 
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 
 from conf.compose import choices
 
@@ -13,6 +17,27 @@ ROOT = Path(__file__).parents[2]
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+Answer = tuple[Any, str, str]
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+    """A script with arguments in this process, where imports are done: its exit code, and what it prints."""
+
+    def answer(script: str, *arguments: str) -> Answer:
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        GlobalHydra.instance().clear()
+        try:
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_path(script, run_name="__main__")
+        finally:
+            GlobalHydra.instance().clear()
+        return ended.value.code, *capsys.readouterr()
+
+    return answer
 
 
 @pytest.mark.parametrize(
@@ -63,14 +88,20 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_mistake_is_answered_with_one_sentence_before_the_long_work(
-    arguments: list[str], sentence: str, tmp_path: Path
+    arguments: list[str], sentence: str, tmp_path: Path, run_here: Callable[..., Answer]
 ) -> None:
-    done = run("train/run.py", *arguments, f"output_root={tmp_path}")
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert done.stderr.count("error: ") == 1
+    code, out, error = run_here("train/run.py", *arguments, f"output_root={tmp_path}")
+    assert code == 2
+    assert sentence in error
+    assert error.count("error: ") == 1
     assert not list(tmp_path.rglob("answers.jsonl"))
-    assert "Traceback" not in done.stderr + done.stdout
+    assert "Traceback" not in error + out
+
+
+def test_a_process_of_its_own_ends_so_too(tmp_path: Path) -> None:
+    done = run("train/run.py", "+drafter=eagle", "fit.max_steps=0", f"output_root={tmp_path}")
+    assert done.returncode == 2
+    assert done.stderr == "error: fit.max_steps is 0: it must be a whole number of at least 1.\n" and not done.stdout
 
 
 def test_without_a_drafter_the_drafters_are_listed() -> None:

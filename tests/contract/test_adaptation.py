@@ -34,7 +34,8 @@ def test_what_is_learnt_at_a_position_is_the_law_that_was_tested_there(target: T
     at the depth and row which learning takes: a shift by one in either shows."""
     decode = DecodeSettings(14, 3, SamplingParams(1.0), frozenset())
     seen = set()
-    for record in records_of(target, adaptable, prompts(LENGTHS, target.vocab_size, seed=5), decode):
+    asked = [prompt for seed in range(5, 9) for prompt in prompts(LENGTHS, target.vocab_size, seed)]
+    for record in records_of(target, adaptable, asked, decode):
         ids = record.token_ids[None]
         out = target(ids, capture_layers=(*adaptable.capture_layers, target.num_layers))
         parts = out.hidden.chunk(len(adaptable.capture_layers) + 1, dim=-1)[:-1]
