@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -62,6 +63,27 @@ def atomic_folder(path: Path) -> Iterator[Path]:
                 temporary.rename(path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a folder that is worked in; a lock beside it ends with the process, killed or not.
+
+    Raises UserError where another process is at work there, or the disk refuses.
+    """
+    with explain_disk_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(
+                f"Another process is at work in {str(folder)!r}: wait until it has finished, or end it."
+            ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ stopped.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -24,13 +25,25 @@ def job(config: DictConfig) -> None:
 
 
 def adapt(options: dict[str, Any]) -> dict[str, Any]:
-    """Serve the stream, or what is left of it, and compare; returns the report."""
+    """Serve the stream, or what is left of it, and compare; returns the report.
+
+    Raises UserError where another process is at work in the session's folder.
+    """
+    from models.files import alone_in
+    from train.adaptation.setup import output_folder
+
+    with alone_in(folder := output_folder(options)):
+        return _adapt(options, folder)
+
+
+def _adapt(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """As `adapt`, in a folder of its own."""
     from models.files import write_json
     from train.adaptation import report, timeline
-    from train.adaptation.setup import open_session, output_folder
+    from train.adaptation.setup import open_session
     from train.pipeline import open_logger
 
-    opened, folder = open_session(options), output_folder(options)
+    opened = open_session(options)
     session, guard = opened.session, opened.session.parts.guard
     print(f"{len(opened.stream.requests)} requests of {options['stream']}, {len(session.rows)} of them served before")
     logger = open_logger(options, folder)

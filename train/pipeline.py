@@ -27,7 +27,7 @@ from eval.table import draw, print_tables
 from models.checkpoint import detect, native
 from models.drafter import accelerate_drafter
 from models.errors import UserError
-from models.files import write_json, write_text
+from models.files import alone_in, write_json, write_text
 from models.target import Target
 from models.vocab import DraftVocab
 from train.backbone import backbone_of
@@ -267,9 +267,16 @@ def _score(run: Path) -> float | None:
 def run_job(options: Options, run: Path) -> float | None:
     """Everything from prompts to the acceptance table, in the folder `run`.
 
-    Returns the best val/block_efficiency, which `validation.json` keeps; None where no validation was asked for.
+    Returns the best val/block_efficiency, which `validation.json` keeps; None where no validation was asked for. Raises
+    UserError where another process is at work there.
     """
     check(options)
+    with alone_in(run):
+        return _run(options, run)
+
+
+def _run(options: Options, run: Path) -> float | None:
+    """As `run_job`, in a folder of its own."""
     record(options, run)
     quiet_lightning()
     folder, logger = run / "export", open_logger(options, run)
