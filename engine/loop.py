@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.choose import verify
-from engine.committed import Unread
 from engine.draft_length import Lengths, Round, policy_for
 from engine.observer import Checked, Observer
 from engine.settings import DecodeSettings
@@ -35,6 +34,7 @@ from models.law_drafting import check_depth
 from models.sampling import RequestRandom, adjust, check_vocabulary, draw, probabilities, seen_at_nodes, seen_tokens
 from models.target import Target
 from models.types import Draft, Drafter, DraftState, Probes, TargetFeatures, max_depth, probes
+from models.unread import Unread
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from models.sampling import RequestRandom, SamplingParams
@@ -34,27 +33,6 @@ class TargetFeatures:
         """Those of the requests `rows`, in that order."""
         hidden = None if self.hidden is None else self.hidden[rows]
         return TargetFeatures(self.token_ids[rows], self.next_token_ids[rows], hidden, self.lengths[rows])
-
-    def followed_by(self, later: TargetFeatures) -> TargetFeatures:
-        """The rows of both, those of `later` right behind the valid ones of each request."""
-        before, after = self.lengths, later.lengths
-        place = torch.arange(int((before + after).max())).expand(len(before), -1)
-        own = self.token_ids.shape[1]
-        index = torch.where(place < before[:, None], place, own + place - before[:, None])
-        index = index.clamp(max=own + later.token_ids.shape[1] - 1).to(self.token_ids.device)
-
-        def joined(a: Tensor, b: Tensor) -> Tensor:
-            return torch.cat([a, b], dim=1)[torch.arange(len(a), device=a.device)[:, None], index]
-
-        hidden = None
-        if self.hidden is not None and later.hidden is not None:
-            hidden = joined(self.hidden, later.hidden)
-        return TargetFeatures(
-            joined(self.token_ids, later.token_ids),
-            joined(self.next_token_ids, later.next_token_ids),
-            hidden,
-            before + after,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from models.sampling import RequestRandom, SamplingParams
 from models.target import Target
 from models.tree_drafting import Expander
 from models.types import Draft, DraftState, TargetFeatures, probes
+from models.unread import Unread
 from models.vocab import DraftVocab
 
 
@@ -42,14 +43,13 @@ class CascadeState:
 
     def __init__(self, first: DraftState, second: DraftState) -> None:
         self.first, self.second = first, second
-        self.unread: TargetFeatures | None = None
+        self.unread = Unread()
 
     def select(self, rows: list[int]) -> None:
         """Keep the requests `rows`, in that order."""
         self.first.select(rows)
         self.second.select(rows)
-        if self.unread is not None:
-            self.unread = self.unread.select(rows)
+        self.unread.select(rows)
 
 
 class CascadeDrafter(nn.Module):
@@ -140,8 +140,7 @@ class CascadeDrafter(nn.Module):
             sampling=sampling,
             random=random,
         )
-        rows = self._read_by(1, committed)
-        state.unread = rows if state.unread is None else state.unread.followed_by(rows)
+        state.unread.add(self._read_by(1, committed))
         return check_chain(
             lambda: self._ask_second(state),
             self.second.vocab,
@@ -155,9 +154,7 @@ class CascadeDrafter(nn.Module):
 
     def _ask_second(self, state: CascadeState) -> Expander:
         """What the second drafter tells behind all that is confirmed."""
-        assert state.unread is not None
-        rows, state.unread = state.unread, None
-        expander: Expander = self.second.expander(state.second, rows)
+        expander: Expander = self.second.expander(state.second, state.unread.take())
         return expander
 
     def _checked(self, first: Draft, num_tokens: int) -> Tensor:

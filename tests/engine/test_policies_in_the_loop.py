@@ -13,7 +13,6 @@ from torch import Tensor
 
 import engine.loop
 import models.chain_drafting
-from engine.committed import Unread
 from engine.draft_length import Confidence, CostAware, DraftLength, Entropy, Fallback, Fixed, Learnt, Lengths, Window
 from engine.loop import generate
 from engine.settings import DecodeSettings
@@ -24,6 +23,7 @@ from models.drafter.eagle import EagleDrafter
 from models.sampling import RequestRandom, SamplingParams
 from models.target import Target
 from models.types import TargetFeatures
+from models.unread import Unread
 from models.vocab import DraftVocab
 from tests.helpers.drafters import (
     LEAST_P_VALUE,

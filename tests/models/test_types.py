@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from models.types import TargetFeatures
+from models.unread import join
 
 
 def rows(lengths: list[int], width: int, start: int, *, hidden: bool) -> TargetFeatures:
@@ -21,7 +22,7 @@ def rows(lengths: list[int], width: int, start: int, *, hidden: bool) -> TargetF
 @pytest.mark.parametrize("hidden", [True, False])
 def test_rows_follow_the_valid_ones_of_each_request(hidden: bool) -> None:
     first, later = [3, 1, 0], [1, 2, 2]
-    joined = rows(first, 3, 0, hidden=hidden).followed_by(rows(later, 2, 50, hidden=hidden))
+    joined = join([rows(first, 3, 0, hidden=hidden), rows(later, 2, 50, hidden=hidden)])
     assert joined.lengths.tolist() == [4, 3, 2]
     expected = [[0, 1, 2, 50], [100, 150, 151], [250, 251]]
     for b, tokens in enumerate(expected):

@@ -1,11 +1,9 @@
-"""Rows that the drafter has not read yet: those of the last round and, where rounds went by without a draft, of those.
+"""Rows that a drafter has not read yet: those of the last round and, where rounds went by without a draft, of those.
 
 B batch, S rows, L captured layers, D hidden size.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,16 +28,7 @@ class Unread:
 
     def select(self, rows: list[int]) -> None:
         """Keep the requests `rows`, in that order."""
-        self._parts = [
-            replace(
-                part,
-                token_ids=part.token_ids[rows],
-                next_token_ids=part.next_token_ids[rows],
-                hidden=None if part.hidden is None else part.hidden[rows],
-                lengths=part.lengths[rows],
-            )
-            for part in self._parts
-        ]
+        self._parts = [part.select(rows) for part in self._parts]
 
 
 def join(parts: list[TargetFeatures]) -> TargetFeatures:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.committed import Unread
 from models.types import TargetFeatures
+from models.unread import Unread
 
 
 def part(lengths: list[int], width: int, first: int, hidden: bool) -> TargetFeatures:
