@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from eval.drafted_rows import Rows, Text
 from models.target import Target
-from models.types import TargetFeatures
 
 _FREQUENT = 100  # tokens
 
@@ -38,24 +38,14 @@ def readiness(target: Target, drafter: Any, texts: list[tuple[list[int], int]]) 
     """
     if not hasattr(drafter, "unroll"):
         return None
-    last = target.num_layers
-    layers = (*map(target.layer_index, drafter.capture_layers), last)
-    head = target.head.rows(drafter.vocab.token_ids)
+    made = Rows(target, drafter, [Text(*text) for text in texts], num_steps=1)
     said = Counter(token for ids, start in texts for token in ids[start:])
     frequent = drafter.vocab.to_draft(torch.tensor([token for token, _ in said.most_common(_FREQUENT)]))
+    proposable = drafter.vocab.to_target(torch.arange(drafter.vocab.size, device=target.device))
     rows: list[Tensor] = []
-    for ids, start in texts:
-        token_ids = torch.tensor([ids], device=target.device)
-        hidden = target(token_ids, capture_layers=layers).hidden
-        assert hidden is not None
-        *read, states = hidden.chunk(len(layers), dim=-1)
-        following = nn.functional.pad(token_ids[:, 1:], (0, 1))
-        seen = torch.cat(read, dim=-1) if read else None
-        features = TargetFeatures(token_ids, following, seen, torch.tensor([len(ids)]))
-        about = slice(max(0, start - 2), len(ids) - 2)  # row t is about token t + 2
-        first = next(iter(drafter.unroll(features, 1)))[0, about]
-        log_q = drafter.logits(first, 0).float().log_softmax(-1)
-        log_p = head(states[0, 1:][about]).float().log_softmax(-1)
+    for text in made.texts:
+        p_logits, q_logits = made.laws(text)
+        log_p, log_q = p_logits[:, proposable].log_softmax(-1), q_logits.log_softmax(-1)
         rows.append(_compared(log_p, log_q, frequent.to(log_p.device)))
     total = torch.cat(rows).double()
     if not len(total):

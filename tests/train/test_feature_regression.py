@@ -63,16 +63,6 @@ def target() -> Target:
     )
 
 
-@pytest.fixture(scope="module")
-def batch(target: Target) -> Batch:
-    """Two turns in a row, padding, a prompt of one token, and a row with nothing to learn."""
-    generator = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(20, (4, 12), generator=generator)
-    mask = [[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1], [0] * 9, [0, 0, 0, 0, 1]]
-    loss_mask = torch.tensor([row + [0] * (12 - len(row)) for row in mask], dtype=torch.bool)
-    return Batch(token_ids, loss_mask, torch.tensor([len(row) for row in mask]), None)
-
-
 def module_of(drafter: nn.Module, target: Target, **changes: Any) -> FeatureRegression:
     return FeatureRegression(drafter, target, **(PUBLISHED | changes))
 

@@ -70,15 +70,6 @@ def target() -> Target:
     )
 
 
-@pytest.fixture(scope="module")
-def batch() -> Batch:
-    """Two turns in a row, padding, a prompt of one token, and a row with nothing to learn."""
-    token_ids = torch.randint(20, (4, 12), generator=torch.Generator().manual_seed(0))
-    mask = [[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1], [0] * 9, [0, 0, 0, 0, 1]]
-    loss_mask = torch.tensor([row + [0] * (12 - len(row)) for row in mask], dtype=torch.bool)
-    return Batch(token_ids, loss_mask, torch.tensor([len(row) for row in mask]), None)
-
-
 def losses_by_loop(module: LawMatching, target: Target, batch: Batch) -> dict[str, Tensor]:
     """Token by token: what step s says of x_{t+2+s} in row t, against the target's own logits before that token."""
     logits = target.model(input_ids=batch.token_ids).logits

@@ -51,15 +51,6 @@ def target() -> Target:
     return tiny_target(torch.float64, sharpness=2.0, **sizes)
 
 
-@pytest.fixture(scope="module")
-def batch() -> Batch:
-    """Two turns in a row, padding, a prompt of one token, and a row with nothing to learn."""
-    token_ids = torch.randint(20, (4, 12), generator=torch.Generator().manual_seed(0))
-    mask = [[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1], [0] * 9, [0, 0, 0, 0, 1]]
-    loss_mask = torch.tensor([row + [0] * (12 - len(row)) for row in mask], dtype=torch.bool)
-    return Batch(token_ids, loss_mask, torch.tensor([len(row) for row in mask]), None)
-
-
 def module_of(name: str, target: Target, **changes: Any) -> MultiToken:
     return MultiToken(build_shaken(MODELS[name], target, DraftVocab(20)), target, **SETTINGS | changes)
 
