@@ -20,14 +20,12 @@ from models.target import Target
 from models.vocab import DraftVocab
 from tests.helpers.drafters import build_shaken, prompts, shaken, tiny_target
 from tests.helpers.memorising import LEAST_ACCEPTANCE, answered, memorise
-from tests.train.test_multi_token import EXACT, MODELS, SETTINGS, answers, batch, gradients, losses_by_loop
+from tests.train.test_multi_token import EXACT, MODELS, SETTINGS, answers, gradients, losses_by_loop
 from train.backbone import Backbone, backbone_of
 from train.callbacks import AtomicCheckpoints, BlockEfficiency
 from train.gradient_projection import random_orders
 from train.law_matching import LawMatching
 from train.multi_token import MultiToken
-
-__all__ = ["batch"]  # a fixture
 
 MEDUSA = {"_target_": "models.drafter.medusa.MedusaDrafter", "num_heads": 3}
 DRAFT_LM = {"_target_": "models.drafter.draft_lm.DraftLM", "num_layers": 1}
