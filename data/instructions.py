@@ -106,7 +106,8 @@ class Instructions:
             prose, functions = [document.text], []
         else:
             prose = [ast.get_docstring(node) or "" for node in ast.walk(code) if isinstance(node, _DOCUMENTED)]
-            top = [ast.get_source_segment(document.text, n) or "" for n in code.body if isinstance(n, ast.FunctionDef)]
+            lines = document.text.encode().split(b"\n")
+            top = [_source(lines, node) for node in code.body if isinstance(node, ast.FunctionDef)]
             functions = [text for text in top if 4 <= text.count("\n") < self.max_lines]
         paragraphs = [" ".join(part.split()) for text in prose for part in text.split("\n\n")]
         whole = [p for p in paragraphs if p.endswith(".") and ">>>" not in p and "::=" not in p]
@@ -123,6 +124,14 @@ class _Text:
     def passages(self, rng: random.Random, count: int = _PER_DOCUMENT) -> list[str]:
         """At most `count` different paragraphs."""
         return rng.sample(self.paragraphs, min(count, len(self.paragraphs)))
+
+
+def _source(lines: list[bytes], node: ast.FunctionDef) -> str:
+    """As `ast.get_source_segment`, which divides the whole text into lines for every node."""
+    assert node.end_lineno is not None
+    of = lines[node.lineno - 1 : node.end_lineno]
+    of[-1] = of[-1][: node.end_col_offset]
+    return b"\n".join(of).decode()
 
 
 def _term(text: str, rng: random.Random) -> str:
