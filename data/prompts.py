@@ -12,13 +12,17 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from data.stdlib import documents
 from models.errors import UserError
 from models.target import Target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BUILTIN = Path(__file__).parent / "builtin.jsonl"
 SPLITS = ("train", "validation", "test")
@@ -75,26 +79,39 @@ class StandardLibrary:
 
     def prompts(self, target: Target, count: int, seed: int) -> list[Prompt]:
         """Cut prompts at random places of random documents, in a fixed proportion of the splits."""
-        rng = random.Random(seed)
-        found: list[Prompt] = []
-        for document in documents():
-            kind = "docs" if document.name.startswith("topics/") else "code"
-            if self.kind not in (None, kind):
-                continue
-            lines = document.text.splitlines(keepends=True)
-            for _ in range(min(self.per_document, 1 + len(lines) // 20)):
-                start = rng.randrange(len(lines))
-                text = "".join(lines[start : start + 40])[: 8 * self.max_tokens]
-                length = rng.randint(self.min_tokens, self.max_tokens)
-                ids = target.encode(text)
-                if len(ids) < length:
-                    continue
-                cut = target.decode(ids[:length])
-                rest = "".join(lines[start : start + 80])[len(cut.rstrip("\ufffd")) :][: 16 * self.max_tokens]
-                prompt = Prompt((cut,), kind, continuation=True, answers=(rest or "\n",), split=document.split)
-                found.append(prompt)
-        rng.shuffle(found)
-        return found
+        return list(_openings(self, _Spelling(target.fingerprint, target.require_tokenizer()), seed))
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelling:
+    """A tokenizer, which equals all of targets with this fingerprint."""
+
+    fingerprint: str
+    tokenizer: PreTrainedTokenizerBase = field(compare=False)
+
+
+@lru_cache(maxsize=4)  # the whole library is tokenised, and a process may want the same prompts several times
+def _openings(source: StandardLibrary, spelling: _Spelling, seed: int) -> tuple[Prompt, ...]:
+    rng, tokenizer = random.Random(seed), spelling.tokenizer
+    found: list[Prompt] = []
+    for document in documents():
+        kind = "docs" if document.name.startswith("topics/") else "code"
+        if source.kind not in (None, kind):
+            continue
+        lines = document.text.splitlines(keepends=True)
+        places = [
+            (rng.randrange(len(lines)), rng.randint(source.min_tokens, source.max_tokens))
+            for _ in range(min(source.per_document, 1 + len(lines) // 20))
+        ]
+        texts = ["".join(lines[start : start + 40])[: 8 * source.max_tokens] for start, _ in places]
+        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        whole = [place for place in zip(places, ids, strict=True) if len(place[1]) >= place[0][1]]
+        cuts = tokenizer.batch_decode([ids[:length] for (_, length), ids in whole], skip_special_tokens=True)
+        for ((start, _), _), cut in zip(whole, cuts, strict=True):
+            rest = "".join(lines[start : start + 80])[len(cut.rstrip("\ufffd")) :][: 16 * source.max_tokens]
+            found.append(Prompt((cut,), kind, continuation=True, answers=(rest or "\n",), split=document.split))
+    rng.shuffle(found)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,14 +127,15 @@ class Target(nn.Module):
 
         Raises UserError without a tokenizer.
         """
-        ids: list[int] = self._require_tokenizer()(text, add_special_tokens=special_tokens)["input_ids"]
+        ids: list[int] = self.require_tokenizer()(text, add_special_tokens=special_tokens)["input_ids"]
         return ids
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of token ids, special tokens left out. Raises UserError without a tokenizer."""
-        return str(self._require_tokenizer().decode(token_ids, skip_special_tokens=True))
+        return str(self.require_tokenizer().decode(token_ids, skip_special_tokens=True))
 
-    def _require_tokenizer(self) -> PreTrainedTokenizerBase:
+    def require_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer. Raises UserError where there is none."""
         if self.tokenizer is None:
             raise UserError(f"Target {self.name!r} has no tokenizer.")
         return self.tokenizer
