@@ -24,6 +24,8 @@ from models.tree_drafting import Expander
 from models.types import TargetFeatures
 from models.vocab import DraftVocab
 
+_PART = 64  # committed rows that are gone over at once: what is remembered behind each of them is large
+
 
 class SparseMLP(MLP):
     """SwiGLU of which only the `active` largest inner numbers by their size are kept; 0 keeps all."""
@@ -50,8 +52,11 @@ class LightLayer(nn.Module):
 
     state_shape: tuple[int, ...]
 
-    def scan(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows (B, S, D) behind `state` (B, ...) → rows (B, S, D), and the state behind each (B, S, ...)."""
+    def scan(self, x: Tensor, state: Tensor, each: bool = True) -> tuple[Tensor, Tensor]:
+        """Rows (B, S, D) behind `state` (B, ...) → rows (B, S, D), and the state behind each (B, S, ...).
+
+        Without `each`, only that behind the last row: (B, 1, ...).
+        """
         raise NotImplementedError
 
     def outputs(self) -> list[nn.Linear]:
@@ -68,12 +73,12 @@ class MixingLayer(LightLayer):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SparseMLP(config, active)
 
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(self, x: Tensor, state: Tensor, each: bool) -> tuple[Tensor, Tensor]:
         """As `scan`, of what is added to the rows."""
         raise NotImplementedError
 
-    def scan(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        mixed, states = self.mix(self.input_norm(x), state)
+    def scan(self, x: Tensor, state: Tensor, each: bool = True) -> tuple[Tensor, Tensor]:
+        mixed, states = self.mix(self.input_norm(x), state, each)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), states
 
@@ -134,11 +139,16 @@ class LightDrafter(DraftsTrees, nn.Module):
         """None: the head is the target's, and frozen."""
         return []
 
-    def scan(self, token_ids: Tensor, past: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Estimates (B, S, D) of rows in order, and what every layer remembers behind each: (B, S, ...)."""
+    def scan(
+        self, token_ids: Tensor, past: Tensor, states: list[Tensor], each: bool = True
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Estimates (B, S, D) of rows in order, and what every layer remembers behind each: (B, S, ...).
+
+        Without `each`, only behind the last row: (B, 1, ...).
+        """
         x, found = self.fc(self.window(token_ids, past).to(self.fc.weight.dtype)), []
         for layer, state in zip(self._layers, states, strict=True):
-            x, after = layer.scan(x, state)
+            x, after = layer.scan(x, state, each)
             found.append(after)
         return x, found
 
@@ -158,7 +168,7 @@ class LightDrafter(DraftsTrees, nn.Module):
         """
         assert features.hidden is not None
         token_ids = features.next_token_ids
-        hidden, states = self.scan(token_ids, features.hidden, self._nothing(len(token_ids)))
+        hidden, states = self.scan(token_ids, features.hidden, self._nothing(len(token_ids)), each=num_steps > 1)
         yield hidden
         for _ in range(1, num_steps):
             token_ids = moved_up(token_ids)
@@ -176,11 +186,26 @@ class LightDrafter(DraftsTrees, nn.Module):
     def expander(self, state: LightState, committed: TargetFeatures) -> Expander:
         """Take in the confirmed rows (B, R); what follows them is then told node by node."""
         assert committed.hidden is not None
-        hidden, states = self.scan(committed.next_token_ids, committed.hidden, state.layers)
-        row = torch.arange(len(hidden), device=hidden.device)
-        last = (committed.lengths.to(hidden.device) - 1).clamp(min=0)
-        state.layers = [after[row, last] for after in states]
-        return _LightExpander(self, hidden[row, last][:, None], [after[:, None] for after in state.layers])
+        last = (committed.lengths.to(committed.hidden.device) - 1).clamp(min=0)
+        behind, carried = None, state.layers
+        for start in range(0, committed.hidden.shape[1], _PART):
+            rows = slice(start, start + _PART)
+            found = self.scan(committed.next_token_ids[:, rows], committed.hidden[:, rows], carried)
+            carried = [after[:, -1] for after in found[1]]
+            behind = _at(last - start, [found[0], *found[1]], behind)
+        assert behind is not None
+        hidden, *state.layers = behind
+        return _LightExpander(self, hidden[:, None], [after[:, None] for after in state.layers])
+
+
+def _at(index: Tensor, found: list[Tensor], before: list[Tensor] | None) -> list[Tensor]:
+    """Each of `found` (B, C, ...) at its request's index (B,); what was found before where that is not among the C."""
+    row, within = torch.arange(len(index), device=index.device), index.clamp(0, found[0].shape[1] - 1)
+    here = [part[row, within] for part in found]
+    if before is None:
+        return here
+    new = index >= 0
+    return [torch.where(new.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(here, before, strict=True)]
 
 
 class _LightExpander:

@@ -31,12 +31,12 @@ class ConvLayer(MixingLayer):
             self.depthwise[-1] = 1
         self.pointwise = nn.Linear(size, size, bias=False)
 
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(self, x: Tensor, state: Tensor, each: bool) -> tuple[Tensor, Tensor]:
         rows, count = torch.cat([state, x], dim=1), x.shape[1]  # (B, k − 1 + S, D)
         places = [factors * rows[:, place : place + count] for place, factors in enumerate(self.depthwise)]
         mixed = self.pointwise(nn.functional.silu(torch.stack(places).sum(0)))
-        index = torch.arange(1, 1 + count, device=x.device)[:, None] + torch.arange(len(places) - 1, device=x.device)
-        return mixed, rows[:, index]
+        behind = torch.arange(1 if each else count, 1 + count, device=x.device)
+        return mixed, rows[:, behind[:, None] + torch.arange(len(places) - 1, device=x.device)]
 
     def outputs(self) -> list[nn.Linear]:
         return [self.pointwise, self.mlp.down_proj]

@@ -1,8 +1,9 @@
 """A light drafter of small experts, of which a learnt gate chooses by what the text is about.
 
-What a text is about is a mean of its rows that forgets: e_t = m·e_{t−1} + (1 − m)·x_t, the only thing remembered. The
-gate is softmax(G·e_t); `route` soft adds all experts' results by it, top1 (2101.03961) runs the rows through their
-likeliest expert alone, times its gate, so that the gate still learns. It switches where the text's domain does.
+What a text is about is a mean of its rows that forgets, e_t = Σ_{s ≤ t} m^{t−s}·x_s / Σ_{s ≤ t} m^{t−s}, of which both
+sums are remembered. The gate is softmax(G·e_t); `route` soft adds all experts' results by it, top1 (2101.03961) runs
+the rows through their likeliest expert alone, times its gate, so that the gate still learns; it has no loss that
+balances the experts. It switches where the text's domain does.
 
 B batch, S rows, D hidden size, X experts.
 """
@@ -30,15 +31,15 @@ class ExpertsLayer(LightLayer):
     def __init__(self, config: LlamaConfig, num_experts: int, memory: float, route: str, active: int) -> None:
         super().__init__()
         size = config.hidden_size
-        self.state_shape, self.memory, self.route = (size,), memory, route
+        self.state_shape, self.memory, self.route = (size + 1,), memory, route
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.gate = nn.Linear(size, num_experts, bias=False)
         self.experts = nn.ModuleList(SparseMLP(config, active) for _ in range(num_experts))
 
-    def scan(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def scan(self, x: Tensor, state: Tensor, each: bool = True) -> tuple[Tensor, Tensor]:
         rows = self.norm(x)
-        about = self.topics(rows, state)
-        gates = self.gate(about).softmax(-1)  # (B, S, X)
+        sums = self.sums(rows, state)
+        gates = self.gates(sums)  # (B, S, X)
         if self.route == "top1":
             gates = gates.masked_fill(gates < gates.amax(-1, keepdim=True), 0.0)
         added = torch.zeros_like(x)
@@ -48,15 +49,20 @@ class ExpertsLayer(LightLayer):
             else:
                 chosen = gates[..., index] > 0
                 added = added.index_put((chosen,), gates[..., index][chosen][:, None] * expert(rows[chosen]))
-        return x + added, about
+        return x + added, sums if each else sums[:, -1:]
 
-    def topics(self, rows: Tensor, state: Tensor) -> Tensor:
-        """e (B, S, D) behind each of the rows (B, S, D), from that before them (B, D)."""
+    def gates(self, sums: Tensor) -> Tensor:
+        """How much each expert counts (..., X), from both sums (..., D + 1)."""
+        about: Tensor = self.gate(sums[..., :-1] / sums[..., -1:])
+        return about.softmax(-1)
+
+    def sums(self, rows: Tensor, state: Tensor) -> Tensor:
+        """Both sums (B, S, D + 1) behind each of the rows (B, S, D), from those before them (B, D + 1)."""
         order = torch.arange(rows.shape[1], device=rows.device)
         apart = order[:, None] - order
-        shares = torch.where(apart >= 0, (1 - self.memory) * self.memory ** apart.clamp(min=0).to(rows.dtype), 0.0)
+        shares = torch.where(apart >= 0, self.memory ** apart.clamp(min=0).to(rows.dtype), 0.0)
         kept = self.memory ** (1 + order).to(rows.dtype)
-        return shares @ rows + kept[:, None] * state[:, None]
+        return shares @ nn.functional.pad(rows, (0, 1), value=1.0) + kept[:, None] * state[:, None]
 
     def outputs(self) -> list[nn.Linear]:
         experts: list[Any] = list(self.experts)

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from models import light
 from models.drafter.eagle import EagleDrafter
 from models.errors import UserError
 from models.layers import layer_config
 from models.light import SparseMLP
 from models.target import Target
+from models.types import TargetFeatures
 from models.vocab import DraftVocab
 from tests.helpers.drafters import EXACT, build_shaken, tiny_target
 
@@ -31,7 +34,7 @@ def target() -> Target:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_in_parts_are_the_rows_at_once(name: str, target: Target) -> None:
-    """Behind any split, and row by row; and no row depends on a later one."""
+    """Behind any split, and row by row; and no row depends on a later one. The last state can be had alone."""
     layer = build_shaken(MODELS[name], target, DraftVocab(64)).layers[0]
     x = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     state = torch.randn(2, *layer.state_shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).abs()
@@ -43,6 +46,9 @@ def test_rows_in_parts_are_the_rows_at_once(name: str, target: Target) -> None:
             second, after = layer.scan(x[:, cut:], before[:, -1])
             torch.testing.assert_close(torch.cat([first, second], dim=1), whole, **EXACT)
             torch.testing.assert_close(torch.cat([before, after], dim=1), states, **EXACT)
+        alone, last = layer.scan(x, state, each=False)
+        torch.testing.assert_close(alone, whole, **EXACT)
+        torch.testing.assert_close(last, states[:, -1:], **EXACT)
     x.requires_grad_()
     out, _ = layer.scan(x, state)
     for row in range(9):
@@ -90,3 +96,45 @@ def test_what_is_remembered_does_not_grow(target: Target) -> None:
         drafter = build_shaken(MODELS[name], target, DraftVocab(64))
         sizes = [sum(state.numel() for state in drafter.new_state(2, room).layers) for room in (10, 1000)]
         assert sizes[0] == sizes[1] > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_long_prompts_are_gone_over_in_parts(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests of different lengths: what is told and remembered is what one part for all rows gives."""
+    drafter = build_shaken(MODELS[name], target, DraftVocab(64))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(64, (4, 11), generator=generator)
+    hidden = torch.randn(4, 11, 16, generator=generator, dtype=torch.float64)
+    committed = TargetFeatures(ids, ids.roll(-1, 1), hidden, torch.tensor([11, 1, 5, 4]))
+    told = []
+    for part in (64, 4):
+        monkeypatch.setattr(light, "_PART", part)
+        state = drafter.new_state(4, 100)
+        with torch.no_grad():
+            told.append([drafter.expander(state, committed).root(), *state.layers])
+    for whole, parts in zip(*told, strict=True):
+        torch.testing.assert_close(parts, whole, **EXACT)
+
+
+def test_states_are_not_made_of_every_row_that_needs_none(target: Target) -> None:
+    """Neither of a long prompt nor in training by one step: linear attention has a matrix a head and row."""
+    drafter = build_shaken(MODELS["linear_attention"], target, DraftVocab(64))
+    ids = torch.zeros(1, 640, dtype=torch.int64)
+    features = TargetFeatures(ids, ids, torch.randn(1, 640, 16, dtype=torch.float64), torch.tensor([640]))
+    matrix = drafter.new_state(1, 10).layers[0].numel()
+    largest = []
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = function(*args, **(kwargs or {}))
+            if isinstance(made, Tensor):
+                largest.append(made.numel())
+            return made
+
+    with Largest():
+        drafter.expander(drafter.new_state(1, 1000), features).root()
+        next(drafter.unroll(features, 1))
+    assert max(largest) < 320 * matrix
+    with Largest():
+        next(drafter.unroll(features, 2))
+    assert max(largest) >= 640 * matrix

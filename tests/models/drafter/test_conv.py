@@ -24,7 +24,7 @@ def test_mixing_is_that_of_loops(kernel_size: int, target: Target) -> None:
     layer = shaken(ConvLayer(layer_config(target, 1), kernel_size, 0).double())
     x = torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)
     state = torch.randn(2, kernel_size - 1, 16, dtype=torch.float64, requires_grad=True)
-    found, states = layer.mix(x, state)
+    found, states = layer.mix(x, state, each=True)
     rows = []
     for text in range(2):
         before = [*state[text], *x[text]]

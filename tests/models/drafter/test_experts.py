@@ -27,16 +27,18 @@ def test_rows_are_those_of_loops(route: str, target: Target) -> None:
     layer = shaken(ExpertsLayer(layer_config(target, 1), 3, 0.8, route, 0).double())
     layer.gate.weight.data *= 5
     x = torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)
-    start = torch.randn(2, 16, dtype=torch.float64)
+    start = torch.randn(2, 17, dtype=torch.float64)
+    start[:, -1] = start[:, -1].abs()
     found, states = layer.scan(x, start)
     rows, chosen = [], set()
     for text in range(2):
-        about: Tensor = start[text]
+        total: Tensor = start[text, :-1]
+        weight = start[text, -1]
         for t in range(6):
             row = layer.norm(x[text, t])
-            about = 0.8 * about + 0.2 * row
-            torch.testing.assert_close(states[text, t], about, **EXACT)
-            gates = (layer.gate.weight @ about).softmax(0)
+            total, weight = 0.8 * total + row, 0.8 * weight + 1
+            torch.testing.assert_close(states[text, t], torch.cat([total, weight[None]]), **EXACT)
+            gates = (layer.gate.weight @ (total / weight)).softmax(0)
             best = int(gates.argmax())
             chosen.add(best)
             kept = range(3) if route == "soft" else [best]
@@ -67,7 +69,7 @@ def test_the_expert_switches_with_the_domain(target: Target) -> None:
         rows = layer.norm(text)
         layer.gate.weight.data = torch.stack([rows[0, 0], rows[0, -1]])
         with torch.no_grad():
-            gates = layer.gate(layer.topics(rows, torch.zeros(1, 16, dtype=torch.float64)))[0]
+            gates = layer.gates(layer.sums(rows, torch.zeros(1, 17, dtype=torch.float64)))[0]
         best = gates.argmax(-1).tolist()
         assert best[0] == 0 and best[-1] == 1
         switched.append(best.index(1))

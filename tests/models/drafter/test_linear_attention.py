@@ -22,7 +22,7 @@ def test_mixing_is_that_of_pairs_of_rows() -> None:
     def phi(y: torch.Tensor) -> torch.Tensor:
         return torch.where(y > 0, y + 1, y.exp())
 
-    found, states = layer.mix(x, x.new_zeros(2, *layer.state_shape))
+    found, states = layer.mix(x, x.new_zeros(2, *layer.state_shape), each=True)
     rows = []
     for text in range(2):
         q, k, v = (p(x[text]) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
@@ -49,3 +49,16 @@ def test_heads_may_be_others_than_the_targets() -> None:
     target = tiny_target(**SIZES)
     drafter = LinearAttentionDrafter(target, DraftVocab(64), num_attention_heads=2, head_dim=6)
     assert [layer.state_shape for layer in drafter.layers] == [(2, 6, 7)]
+
+
+def test_keys_far_below_zero_still_count() -> None:
+    """elu + 1 rounds to 0 there, and 0 / 0 is no number."""
+    target = tiny_target(torch.float32, **SIZES)
+    layer = LinearAttentionLayer(layer_config(target, 1), 0)
+    x = torch.ones(1, 3, 16)
+    with torch.no_grad():
+        layer.q_proj.weight.fill_(-20 / 16)
+        layer.k_proj.weight.fill_(-20 / 16)
+        for each in (True, False):
+            found, _ = layer.mix(x, x.new_zeros(1, *layer.state_shape), each)
+            torch.testing.assert_close(found, layer.o_proj(layer.v_proj(x)))
