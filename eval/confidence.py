@@ -31,10 +31,11 @@ class Estimated:
     tested: Tensor  # (R, N) bool
     accepted: Tensor  # (R, N) bool
     prompt: Tensor  # (R,)
+    temperature: Tensor  # (R,) of sampling
 
     def select(self, rows: Tensor) -> Estimated:
         """Some rounds, by mask."""
-        return Estimated(self.chances[rows], self.tested[rows], self.accepted[rows], self.prompt[rows])
+        return Estimated(*(getattr(self, name)[rows] for name in Estimated.__slots__))
 
 
 def calibrate(
@@ -47,8 +48,8 @@ def calibrate(
     """Set the temperatures of `drafter.confidence_head`, and say how far estimates are off, before and after.
 
     The contexts are answered at each of the sampling `temperatures`, with whole chains. Every other one fits, and the
-    rest tell the calibration errors, of each position and of all together: `expected_error`. None where a position was
-    not tested there.
+    rest tell the calibration errors, of each position, of each temperature and of all together: `expected_error`. None
+    where nothing was tested there.
     """
     head = drafter.confidence_head
     head.temperatures.fill_(1.0)
@@ -56,9 +57,9 @@ def calibrate(
     fits = logged.prompt % 2 == 0
     found = fit_temperatures(logged.select(fits))
     held = logged.select(~fits)
-    head.temperatures[: len(found)] = found.to(head.temperatures)
-    head.temperatures[len(found) :] = found[-1].to(head.temperatures)
+    head.temperatures.copy_(found)
     after = replace_chances(held, found)
+    apart = [held.temperature == temperature for temperature in temperatures]
     return {
         "temperatures": found.tolist(),
         "tested": held.tested.sum(0).tolist(),
@@ -66,6 +67,9 @@ def calibrate(
         "error_after": _total_error(after),
         "error_before_per_position": errors(held),
         "error_after_per_position": errors(after),
+        "sampled_at": list(temperatures),
+        "error_before_per_temperature": [_total_error(held.select(rows)) for rows in apart],
+        "error_after_per_temperature": [_total_error(after.select(rows)) for rows in apart],
     }
 
 
@@ -82,6 +86,8 @@ def report(found: dict[str, Any]) -> str:
         f"  temperatures {told(found['temperatures'])}",
         f"  errors before {told(found['error_before_per_position'])}",
         f"  errors after {told(found['error_after_per_position'])}",
+        f"  at temperatures {' '.join(f'{t:g}' for t in found['sampled_at'])}: before "
+        f"{told(found['error_before_per_temperature'])}, after {told(found['error_after_per_temperature'])}",
     ]
     return "\n".join(lines)
 
@@ -94,23 +100,27 @@ def log_estimates(
     temperatures: Sequence[float],
 ) -> Estimated:
     """Answer the contexts with whole chains, at every temperature, and log what was estimated of every token."""
-    recorder = Recorder()
+    most, none = settings.depth, torch.zeros(0, dtype=torch.float64)
+    nothing = none.new_zeros(0, most)  # all that is logged of answers too short to draft anything
+    parts = [Estimated(nothing, nothing.bool(), nothing.bool(), none.long(), none)]
     for temperature in temperatures:
+        recorder = Recorder()
         sampling = replace(settings.sampling, temperature=temperature)
         decode = replace(settings, sampling=sampling, tree=None, draft_length=recorder)
         generate(target, list(contexts), decode, drafter)
-    most = settings.depth
-    nothing = torch.zeros(0, most, dtype=torch.float64)  # all that is logged of answers too short to draft anything
-    parts = [Estimated(nothing, nothing.bool(), nothing.bool(), torch.zeros(0, dtype=torch.int64))]
-    position = torch.arange(most)
-    for chances, made in recorder.log:
-        drafted, accepted = torch.tensor(made.drafted)[:, None], torch.tensor(made.accepted)[:, None]
-        whole = torch.zeros(len(drafted), most, dtype=torch.float64)
-        whole[:, : chances.shape[1]] = chances
-        tested = position < torch.minimum(accepted + 1, drafted)
-        logged = Estimated(whole, tested, position < accepted, torch.tensor(made.requests))
-        parts.append(logged.select(drafted[:, 0] > 0))
+        parts += [_estimated(*entry, most, temperature) for entry in recorder.log]
     return Estimated(*(torch.cat([getattr(part, name) for part in parts]) for name in Estimated.__slots__))
+
+
+def _estimated(chances: Tensor, made: Round, most: int, temperature: float) -> Estimated:
+    """One round of a batch, of the requests that drafted; chances (B, n)."""
+    drafted, accepted = torch.tensor(made.drafted)[:, None], torch.tensor(made.accepted)[:, None]
+    whole = torch.zeros(len(drafted), most, dtype=torch.float64)
+    whole[:, : chances.shape[1]] = chances
+    position, requests = torch.arange(most), torch.tensor(made.requests)
+    tested = position < torch.minimum(accepted + 1, drafted)
+    sampled = torch.full((len(drafted),), temperature, dtype=torch.float64)
+    return Estimated(whole, tested, position < accepted, requests, sampled).select(drafted[:, 0] > 0)
 
 
 def fit_temperatures(logged: Estimated) -> Tensor:

@@ -82,7 +82,14 @@ def all_ways(options: dict[str, Any], target: Target) -> list[Way]:
         found.append((f"fixed {n}", drafter, replace(base, num_speculative_tokens=n, draft_length=Fixed())))
     longest = replace(base, num_speculative_tokens=most)
     for name, given in options["policies"].items():
-        found.append((name, drafter, replace(longest, draft_length=read_policy(given))))
+        policy = read_policy(given)
+        try:
+            if policy is not None:
+                policy.check(drafter)
+        except UserError as error:
+            print(f"without {name}: {error}")
+            continue
+        found.append((name, drafter, replace(longest, draft_length=policy)))
     if options["learnt"] is not None:
         found.append(("learnt", _load(options["learnt"], target), replace(longest, draft_length=Learnt())))
     for _, current, settings in found:

@@ -116,5 +116,6 @@ def _limits(room: Tensor | None, limits: Tensor | None, num_tokens: int) -> Tens
 def _ended(lengths: Tensor | None, depth: int, draws: Tensor, goes_on: Tensor) -> Tensor:
     """Cut chains before the token at `depth` where none was to be drawn, behind it where it was the last. Waits."""
     assert lengths is not None
-    most = torch.where(goes_on.cpu(), lengths, depth + 1)
-    return torch.minimum(lengths, torch.where(draws.cpu(), most, depth))
+    goes_on, draws = torch.stack([goes_on, draws]).cpu()
+    most = torch.where(goes_on, lengths, depth + 1)
+    return torch.minimum(lengths, torch.where(draws, most, depth))

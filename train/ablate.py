@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from data.prompts import Prompt
     from models.target import Target
 
-_OURS = ("name=", "seeds=", "minutes=", "run_name=", "output_root=")  # settings that are not handed on
+_OURS = ("name=", "seeds=", "settings=", "minutes=", "run_name=", "output_root=")  # settings that are not handed on
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,20 @@ def job(config: DictConfig) -> None:
         listed = "\n".join(f"  name={name:<20} {what}" for name, what in known.items())
         raise UserError(f"Say which ablation to run:\n{listed}")
     ablation, shared = read(options["name"]), subruns.handed_on(_OURS)
+    settings = options["settings"]
+    if not isinstance(settings, list) or not all(isinstance(o, str) for o in settings):
+        raise UserError(f"settings is {settings!r}: give a list, as ['drafter.training.lr=3e-4'].")
+    ablation = replace(ablation, settings=[*ablation.settings, *settings])
     asked = check(ablation, options, shared)
     first = next(iter(asked.values()))
     folder = Path(options["output_root"])
     folder /= options["run_name"] or f"ablate-{ablation.name}-{first['target']['source']}"
     data = Path(options["data"]["folder"])
     runs = [(seed, arm) for seed in options["seeds"] for arm in ablation.arms if ablation.run_of(arm) == arm]
+    for seed, arm in runs:
+        if arm not in ablation.measured:
+            subruns.check_measured(folder / f"{arm}-{seed}", asked[arm]["measure"])
+    _rehearse(asked, folder)
     for number, (seed, arm) in enumerate(runs, 1):
         print(f"\n{ablation.name}: {arm}, seed {seed} ({number} of {len(runs)})", flush=True)
         own = ablation.overrides(arm, shared)
@@ -136,6 +144,17 @@ def check(ablation: Ablation, options: dict[str, Any], shared: list[str]) -> dic
     return asked
 
 
+def _rehearse(asked: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Build what the runs of every arm will build, and what arms are measured with. Raises UserError as they would."""
+    from train.callbacks import quiet_lightning
+    from train.pipeline import adapt, open_target, rehearse
+
+    quiet_lightning()
+    target = open_target(next(iter(asked.values())))
+    for found in asked.values():
+        rehearse(found, adapt(found, target), folder)
+
+
 def _collected(
     ablation: Ablation, asked: dict[str, dict[str, Any]], seeds: list[int], folder: Path
 ) -> dict[str, dict[float, list[Any]]]:
@@ -153,11 +172,6 @@ def _collected(
             path = run / f"measured-{arm}.json"
             if not path.exists() or not _same(path, options, ("decode", "measure")):
                 _measure(run, options, target(), prompts(seed), path)
-        if not _same(path, options, ("measure",)):
-            raise UserError(
-                f"{str(run)!r} was measured on other prompts or at other temperatures: give the measure settings that "
-                "it has, or another run_name."
-            )
         for result in json.loads(path.read_text())["results"]:
             arms[arm].setdefault(result["temperature"], []).append(result["counts"])
     return arms

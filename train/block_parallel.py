@@ -63,8 +63,8 @@ class BlockParallel(LawMatching):
 
     Behind each of `num_anchors` tokens of a text (null: all) that the target said, chosen anew in every batch, stands a
     block. It counts up to the first token that the target did not say. `losses` name the divergences D
-    (`train.divergences`). The confidences c are taught α = Σ min(p, q), the chance that a token is accepted if those
-    before it are; no gradient flows through α.
+    (`train.divergences`). The confidences c are taught α = Σ min(p, q) with p of the whole vocabulary, the chance that
+    a token is accepted if those before it are; no gradient flows through α.
     """
 
     def __init__(
@@ -128,7 +128,9 @@ class BlockParallel(LawMatching):
             with torch.no_grad():
                 target_logits = self._head(true[which])
                 dtype = torch.promote_types(draft_logits.dtype, torch.float32)
-                log_q, log_p = (logits.to(dtype).log_softmax(-1) for logits in (draft_logits, target_logits))
+                log_q = draft_logits.to(dtype).log_softmax(-1)
+                every = self.target.head(true[which]) if head is not None and drafter.vocab.reduced else target_logits
+                log_p = target_logits.to(dtype) - every.to(dtype).logsumexp(-1, keepdim=True)
                 alpha = acceptance(log_q.flatten(0, 1), log_p.flatten(0, 1)).view_as(known)
                 said = labels[which]
                 chances = log_q.gather(-1, said.clamp(min=0)[..., None])[..., 0].exp() * (said >= 0)

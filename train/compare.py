@@ -33,6 +33,8 @@ def job(config: DictConfig) -> None:
     shared = subruns.handed_on(_OURS)
     check(options, shared)
     folder = Path(options["output_root"]) / (options["run_name"] or f"compare-{options['target']['source']}")
+    for name in wanted["drafters"]:
+        subruns.check_measured(folder / name, options["measure"])
     for number, name in enumerate(wanted["drafters"], 1):
         print(f"\n{name} ({number} of {len(wanted['drafters'])})", flush=True)
         own = [*shared, *_own(wanted, name)]

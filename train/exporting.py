@@ -28,6 +28,8 @@ from train.export import write as write_format
 from train.model_card import model_card
 from train.settings import Options, measured_settings, planned_tree, temperatures
 
+_CALIBRATED_AT = (0.0, 1.0)  # temperatures: whatever is measured, the export is the same
+
 
 def export(
     options: Options, target: Target, drafter: Any, validation: list[Prompt], manifest: Options | None, folder: Path
@@ -155,7 +157,7 @@ def _confidence(options: Options, target: Target, drafter: Any, validation: list
         measured_settings(options, 0.0), tree=None, verification="token", num_speculative_tokens=drafter.max_depth
     )
     contexts = [context_ids(target, prompt) for prompt in prompts]
-    found = calibrate_confidence(target, drafter, contexts, settings, temperatures(options))
+    found = calibrate_confidence(target, drafter, contexts, settings, _CALIBRATED_AT)
     print(report_confidence(found))
     return found
 

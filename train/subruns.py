@@ -31,8 +31,8 @@ def check_minutes(minutes: float | None, name: str, shared: list[str]) -> None:
     """Refuse minutes that are none, and two budgets. Raises UserError, in which they are called `name`."""
     if minutes is None:
         return
-    if not minutes > 0:
-        raise UserError(f"{name} is {minutes}: it must be above 0, or null.")
+    if isinstance(minutes, bool) or not isinstance(minutes, int | float) or not minutes > 0:
+        raise UserError(f"{name} is {minutes!r}: it must be a number above 0, or null.")
     if any(o.startswith("fit.max_steps=") for o in shared):
         raise UserError(f"{name} and fit.max_steps are two budgets: give one of them.")
 
@@ -88,6 +88,16 @@ def budget(
         return []  # it does not train by steps
     pace = json.loads(record.read_text())
     return [f"fit.max_steps={max(1, int(minutes * 60 * pace['steps'] / pace['seconds']))}"]
+
+
+def check_measured(run: Path, measure: dict[str, Any]) -> None:
+    """Refuse a finished run that was measured otherwise than by `measure`: it is not measured again."""
+    path = run / "acceptance.json"
+    if path.exists() and json.loads(path.read_text())["config"]["measure"] != measure:
+        raise UserError(
+            f"{str(run)!r} was measured on other prompts or at other temperatures: give the measure settings that it "
+            "has, or another run_name."
+        )
 
 
 def measured_prompts(options: dict[str, Any], target: Target) -> list[Prompt]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.draft_length import Estimate
 from engine.loop import generate
+from engine.observer import Checked
 from engine.settings import DecodeSettings
 from eval.confidence import (
     Estimated,
@@ -51,7 +54,7 @@ def drawn(temperatures: list[float], rounds: int, tested: float = 1.0) -> Estima
     chances = (logits / torch.tensor(temperatures)).sigmoid()
     accepted = torch.rand(chances.shape, generator=generator, dtype=torch.float64) < chances
     looked = torch.rand(chances.shape, generator=generator) < tested
-    return Estimated(logits.sigmoid(), looked, accepted, torch.arange(rounds))
+    return Estimated(logits.sigmoid(), looked, accepted, torch.arange(rounds), torch.zeros(rounds))
 
 
 def test_temperatures_that_were_put_in_are_found_again() -> None:
@@ -68,7 +71,9 @@ def test_a_position_that_is_seldom_tested_takes_the_temperature_of_all() -> None
     logged = drawn([3.0, 3.0, 0.2], 5000)
     logged.tested[20:, 2] = False
     found = fit_temperatures(logged)
-    everything = Estimated(logged.chances[:, :2], logged.tested[:, :2], logged.accepted[:, :2], logged.prompt)
+    everything = replace(
+        logged, chances=logged.chances[:, :2], tested=logged.tested[:, :2], accepted=logged.accepted[:, :2]
+    )
     assert float(found[2]) == pytest.approx(float(fit_temperatures(everything)[0]), rel=0.1)
 
 
@@ -110,6 +115,12 @@ def test_calibration_sets_the_heads_temperatures(target: Target, drafter: Any) -
     held = again.select(again.prompt % 2 == 1)
     assert found["error_after"] == pytest.approx(expected_error(held.chances[held.tested], held.accepted[held.tested]))
     assert found["tested"] == held.tested.sum(0).tolist()
+    apart = [held.select(held.temperature == t) for t in (0.0, 1.0)]
+    assert found["error_after_per_temperature"] == pytest.approx(
+        [expected_error(rounds.chances[rounds.tested], rounds.accepted[rounds.tested]) for rounds in apart]
+    )
+    assert found["error_after_per_temperature"][0] != found["error_after_per_temperature"][1]
+    assert "at temperatures 0 1: before " in report(found)
 
 
 def test_answers_too_short_to_draft_anything_calibrate_nothing(target: Target, drafter: Any) -> None:
@@ -120,24 +131,56 @@ def test_answers_too_short_to_draft_anything_calibrate_nothing(target: Target, d
 
 
 def test_estimate_keeps_the_sampled_law(target: Target) -> None:
-    """With drafts of every length, and tokens both accepted and refused."""
-    sampling = SamplingParams(1.0)
-    for seed in range(5):
-        made = build_shaken(MODEL, target, DraftVocab(5), seed)
-        stats = generate(target, [[3, 0, 4, 1]] * 200, DecodeSettings(4, 3, sampling, frozenset()), made).stats
-        if stats.acceptance_rate > 0.15:
-            break
-    assert sampled_p_value(target, made, sampling, draft_length=Estimate(0.4)) > LEAST_P_VALUE
+    """With drafts of all lengths that answers of four tokens have room for."""
+    sampling, contexts = SamplingParams(1.0), [[3, 0, 4, 1]] * 200
+    made = build_shaken(MODEL, target, DraftVocab(5), 2)
+    made.confidence_head.proj.weight.data *= 3
+    logged = log_estimates(target, made, contexts, DecodeSettings(4, 3, sampling, frozenset()), [1.0])
+    drawn = Counter(lengths_by_loop(logged.chances, 0.3))
+    assert set(drawn) == {0, 1, 2} and min(drawn.values()) > 50
+    assert sampled_p_value(target, made, sampling, draft_length=Estimate(0.3)) > LEAST_P_VALUE
 
 
-def test_estimate_ends_drafts_before_a_token_of_little_chance(target: Target, drafter: Any) -> None:
-    """As long as the product of the confidences says, for each request by itself."""
-    drafter.confidence_head.temperatures.fill_(1.0)
-    contexts = prompts([3, 5, 4, 6] * 4, 5)
+def lengths_by_loop(chances: Tensor, chain: float) -> list[int]:
+    """How many tokens are drafted before the product of their chances falls below `chain`."""
+    found = []
+    for row in chances.tolist():
+        product, length = 1.0, 0
+        for chance in row:
+            product *= chance
+            if product < chain:
+                break
+            length += 1
+        found.append(length)
+    return found
+
+
+class FirstDrafts:
+    """How many tokens were drafted for each request in the first round."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] | None = None
+
+    def before_round(self) -> None:
+        pass
+
+    def checked(self, made: Checked) -> None:
+        if self.lengths is None:
+            self.lengths = made.limits
+
+
+def test_estimate_drafts_as_long_as_the_product_says(target: Target, drafter: Any) -> None:
+    """For each request by itself, at the positions' own temperatures; greedy output stays what it is."""
+    drafter.confidence_head.temperatures.copy_(torch.tensor([0.5, 1.0, 2.0]))
+    contexts = prompts([3, 5, 4, 6] * 8, 5)
     settings = DecodeSettings(12, 3, stop_token_ids=frozenset())
-    lengths = []
-    for chain in (0.0, 0.5, 0.95, 1.0):
-        made = generate(target, contexts, replace(settings, draft_length=Estimate(chain)), drafter)
-        assert made.token_ids == generate(target, contexts, settings).token_ids
-        lengths.append(made.stats.drafted.sum() / made.stats.rounds.sum())
-    assert lengths[0] > lengths[1] > lengths[2] > lengths[3] == 0
+    chances = log_estimates(target, drafter, contexts, settings, [0.0]).chances[: len(contexts)]
+    plain = generate(target, contexts, settings).token_ids
+    seen = set()
+    for chain in (0.0, 0.2, 0.5, 0.8, 1.0):
+        first = FirstDrafts()
+        decode = replace(settings, draft_length=Estimate(chain))
+        assert generate(target, contexts, decode, drafter, observer=first).token_ids == plain
+        assert first.lengths == lengths_by_loop(chances, chain)
+        seen |= set(first.lengths)
+    assert seen == {0, 1, 2, 3}

@@ -61,12 +61,17 @@ def as_float64(target: Target) -> Target:
 
 
 def shaken(drafter: Any, seed: int = 0, amount: float = 0.1) -> Any:
-    """Add noise to every parameter, in place: parts that start at zero or one must not hide a fault."""
+    """Add noise to every parameter, in place: parts that start at zero or one must not hide a fault.
+
+    A confidence head's temperatures, which are 1 until they are calibrated, become others too.
+    """
     generator = torch.Generator().manual_seed(seed)
     if isinstance(drafter, torch.nn.Module):
         with torch.no_grad():
             for parameter in drafter.parameters():
                 parameter += amount * torch.randn(parameter.shape, generator=generator).to(parameter)
+            if (head := getattr(drafter, "confidence_head", None)) is not None:
+                head.temperatures.mul_(torch.linspace(0.7, 1.5, len(head.temperatures)))
         drafter.eval()
     return drafter
 

@@ -63,7 +63,8 @@ def test_every_ablation_can_be_meant(name: str, options: dict[str, Any]) -> None
         ({"seeds": []}, [], r"seeds is \[\]: give one or more"),
         ({"seeds": [1, 1]}, [], r"seeds is \[1, 1\]: give one or more, each once"),
         ({"seeds": [0.5]}, [], "whole numbers of 0 or more"),
-        ({"minutes": 0}, [], "minutes is 0: it must be above 0"),
+        ({"minutes": 0}, [], "minutes is 0: it must be a number above 0"),
+        ({"minutes": "abc"}, [], "minutes is 'abc': it must be a number above 0"),
         ({"minutes": 3}, ["fit.max_steps=5"], "minutes and fit.max_steps are two budgets"),
         ({}, ["seed=3"], r"give an ablation seeds=\[0,1,2\]"),
         ({}, ["measure.temperatures=[0]"], "is about temperature 1, which measure.temperatures"),
@@ -111,7 +112,8 @@ def write_result(run: Path, measure: dict[str, Any], rounds: int) -> None:
 def test_every_arm_and_seed_is_a_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared, started = ["fit.max_steps=7", "measure.num_prompts=2"], []
     given = ["name=labels", "seeds=[4,7]", f"output_root={tmp_path}", *shared]
-    options = composed("ablate", given)
+    own = ["drafter.training.lr=3e-4"]
+    options = composed("ablate", [*given, "settings=['drafter.training.lr=3e-4']"])
     rounds = {"soft-4": 20, "hard-4": 30, "soft-7": 24, "hard-7": 40}
 
     def run(drafter: str, overrides: list[str], folder: Path, run_name: str, data: Path) -> None:
@@ -122,9 +124,9 @@ def test_every_arm_and_seed_is_a_run_of_its_own(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(subruns, "run", run)
     monkeypatch.setattr(subruns, "handed_on", lambda ours: [o for o in given if not o.startswith(ours)])
     job(OmegaConf.create(options))
-    arms = read("labels").arms
+    labels = read("labels")
     assert started == [
-        ("medusa", [*shared, *arms[arm], f"seed={seed}"], f"{arm}-{seed}")
+        ("medusa", [*labels.settings, *own, *shared, *labels.arms[arm], f"seed={seed}"], f"{arm}-{seed}")
         for seed in (4, 7)
         for arm in ("soft", "hard")
     ]
@@ -134,7 +136,7 @@ def test_every_arm_and_seed_is_a_run_of_its_own(tmp_path: Path, monkeypatch: pyt
     assert told["command"] == f"python train/ablate.py {' '.join(given)}".replace("seeds=[4,7]", "'seeds=[4,7]'")
 
     write_result(tmp_path / "ablate-labels-tiny" / "hard-7", options["measure"] | {"num_prompts": 3}, 40)
-    monkeypatch.setattr(subruns, "run", lambda *given: None)
+    monkeypatch.setattr(subruns, "run", lambda *given: pytest.fail("one was run"))
     with pytest.raises(UserError, match="hard-7' was measured on other prompts or at other temperatures"):
         job(OmegaConf.create(options))
 
@@ -170,3 +172,20 @@ def test_arms_and_seeds_are_trained_once_and_measured_on_the_same_prompts(tmp_pa
     finish(start(*other, "seeds=[0,1]", "measure.num_prompts=3"))
     again = json.loads((folder / "ablation.json").read_text())
     assert len(again["counts"]["deep"]["0"][0]["rounds"]) == 3
+
+
+def test_what_an_arms_export_would_refuse_is_refused_before_any_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree of more tokens in a row than there are heads; and a drafter's setting that there is not."""
+    monkeypatch.setattr(subruns, "run", lambda *given: pytest.fail("one was run"))
+    monkeypatch.setattr(subruns, "handed_on", lambda ours: [])
+    for setting, message in (
+        ("drafter.model.num_heads=3", "tree is 5 tokens deep, but MedusaDrafter looks 3"),
+        ("drafter.model.heads=3", "There is no setting 'drafter.model.heads'"),
+    ):
+        options = composed("ablate", ["name=tree", "seeds=[0]", f"output_root={tmp_path}", f"settings=['{setting}']"])
+        with pytest.raises(UserError, match=message):
+            job(OmegaConf.create(options))
+    with pytest.raises(UserError, match="settings is 'lr=3': give a list"):
+        job(OmegaConf.create({**options, "settings": "lr=3"}))

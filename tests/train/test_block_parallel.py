@@ -88,6 +88,8 @@ def loss_by_loops(module: BlockParallel, target: Target, batch: Batch) -> tuple[
                 losses.append(divergence(ours[None], theirs[None], torch.tensor([said]))[0])
                 q, p = ours.softmax(-1), theirs.softmax(-1)
                 chances.append(float(q[said].detach()) if said >= 0 else 0.0)
+                if drafter.confidence_head is not None:  # what tokens that it cannot propose have is not accepted
+                    p = logits[text, place - 1].softmax(-1)[known]
                 alpha = float(torch.minimum(p, q).sum().detach())
                 told[f"divergence{step}"].append(float(losses[-1].detach()))
                 told[f"acceptance{step}"].append(alpha)
