@@ -22,7 +22,7 @@ from data.template import encode_conversation, encode_prompt, messages_of
 from engine.loop import generate
 from engine.settings import DecodeSettings
 from models.errors import UserError
-from models.files import atomic_folder, write_text
+from models.files import atomic_folder, damaged_files, write_hashes, write_text
 from models.sampling import SamplingParams
 from models.target import Target
 
@@ -59,7 +59,9 @@ def build_answers(target: Target, prompts: list[Prompt], settings: AnswerSetting
     manifest = describe(target, prompts, settings)
     folder = root / f"answers-{fingerprint(manifest)}"
     if (folder / "dataset").exists():
-        return open_answers(folder, manifest)
+        if not (damaged := damaged_files(folder / "dataset")):
+            return _opened(folder, manifest)
+        print(f"{str(folder / 'dataset')!r} is damaged ({', '.join(damaged)}), and is made again from what was logged")
     write_text(folder / "manifest.json", json.dumps(manifest, indent=1))
     make = _given_rows if settings.answers == "given" else _generated_rows
     rows = make(target, prompts, settings, folder)
@@ -68,11 +70,18 @@ def build_answers(target: Target, prompts: list[Prompt], settings: AnswerSetting
     datasets.disable_progress_bars()
     with atomic_folder(folder / "dataset") as temporary:
         datasets.Dataset.from_list(rows).save_to_disk(temporary)
-    return open_answers(folder, manifest)
+        write_hashes(temporary)
+    return _opened(folder, manifest)
 
 
 def open_answers(folder: Path, manifest: dict[str, Any] | None = None) -> datasets.Dataset:
-    """Read a finished data set. Raises UserError where it is missing, or was made from something else."""
+    """Read a finished data set. Raises UserError where it is missing, damaged, or was made from something else."""
+    if damaged := damaged_files(folder / "dataset"):
+        raise UserError(f"The answers in {str(folder)!r} are damaged ({', '.join(damaged)}): make them again.")
+    return _opened(folder, manifest)
+
+
+def _opened(folder: Path, manifest: dict[str, Any] | None) -> datasets.Dataset:
     try:
         stored = json.loads((folder / "manifest.json").read_text())
         rows = datasets.load_from_disk(str(folder / "dataset"))

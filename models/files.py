@@ -1,4 +1,4 @@
-"""Writing files so that nothing half written is ever taken for whole."""
+"""Writing files so that nothing half written is ever taken for whole, nor what was damaged since."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from models.errors import UserError
+
+_HASHES = "sha256.json"
+_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.(?P<state>tmp|old)")  # what is written, or replaced
 
 
 def cache_folder() -> Path:
@@ -34,6 +39,11 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
         number = getattr(error, "errno", None)
         if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
             reason = "the disk is full; what was finished before is kept, so free some space and start again"
+        elif number == errno.EFBIG or "File too large" in str(error):
+            reason = (
+                "the system allows no file of that size (ulimit -f); what was finished before is kept, so raise the "
+                "limit and start again"
+            )
         elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
             reason = "there is no permission to write there"
         else:
@@ -114,15 +124,19 @@ def _without_nan(value: Any) -> Any:
     return None if value != value else value
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file, whole or not at all. Raises UserError where the disk refuses."""
+    found = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replacing(path) as temporary:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary)
+        save_file(found, temporary, metadata)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary name to write to; flush the file and rename it to `path` when the block succeeds."""
+def replacing(path: Path, previous: Path | None = None) -> Iterator[Path]:
+    """Give a temporary name to write to; flush the file and rename it to `path` when the block succeeds.
+
+    What was at `path` before is then called `previous`, where that is given.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explain_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,6 +144,8 @@ def replacing(path: Path) -> Iterator[Path]:
             yield temporary
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
+            if previous is not None and path.exists():
+                path.rename(previous)
             temporary.rename(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -142,3 +158,55 @@ def sha256(path: Path) -> str:
         while piece := file.read(2**20):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Delete what killed processes have left half written in `folder`, and give back what one was replacing."""
+    for path in folder.glob(".*.*.*"):
+        found = _UNFINISHED.fullmatch(path.name)
+        if found is None or _runs(int(found["pid"])):
+            continue
+        if found["state"] == "old" and not (whole := folder / found["name"]).exists():
+            path.rename(whole)
+        elif path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """Hash of names, types, shapes and values."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def write_hashes(folder: Path) -> None:
+    """Write the sha256 of every file in `folder` beside them."""
+    found = {str(path.relative_to(folder)): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    (folder / _HASHES).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def damaged_files(folder: Path) -> list[str]:
+    """Files of `folder` that are gone or not what `write_hashes` saw; none where it was never called."""
+    path = folder / _HASHES
+    if not path.exists():
+        return []
+    try:
+        told = json.loads(path.read_text())
+        return [name for name, known in told.items() if not (folder / name).exists() or sha256(folder / name) != known]
+    except (ValueError, AttributeError):
+        return [_HASHES]

@@ -58,6 +58,30 @@ def test_a_line_cut_by_a_kill_is_done_again(tmp_path: Path, cut: int) -> None:
     assert [json.loads(line)["chunk"] for line in whole.splitlines()] == [0, 1, 2]
 
 
+def test_a_damaged_line_is_found_wherever_a_bit_was_flipped_and_the_others_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    expected = run_chunks(log, rows_of, until(2))
+    whole = log.read_bytes()
+    first, second, third = whole.splitlines(keepends=True)
+    for place in range(len(first), len(first) + len(second)):
+        for bit in (1, 4, 16):
+            log.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+            calls = []
+
+            def work(chunk: int, calls: list[int] = calls) -> list[dict[str, int]]:
+                calls.append(chunk)
+                return rows_of(chunk)
+
+            assert run_chunks(log, work, until(2)) == expected
+            newline = place == len(first) + len(second) - 1  # then two lines have become one
+            assert calls == ([1, 2] if newline else [1])
+            again = [first, second, third] if newline else [first, third, second]
+            assert log.read_bytes() == b"".join(again)
+            assert f"of {2 if newline else 3} finished pieces 1 are damaged" in capsys.readouterr().out
+
+
 def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log.jsonl"
     run_chunks(log, rows_of, until(1))
