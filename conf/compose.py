@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import logging
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.help import text as help_text
-from models.errors import UserError
+from models.errors import Terminated, UserError
 
 ROOT = Path(__file__).parent
 GROUPS_TO_ADD = {
@@ -34,7 +36,7 @@ def main(config_name: str, job: Callable[[DictConfig], Any]) -> None:
     """Run `job` with the configuration that `conf/<config_name>.yaml` and the command line make.
 
     A user's mistake ends the process with its sentence and exit code 2; anything unexpected with code 1, and its
-    traceback under `debug=true`; an interruption with 130.
+    traceback under `debug=true`; an interruption with 130, SIGTERM with 143.
     """
     sys.argv[1:] = _with_choices(sys.argv[1:])
     given = get_args_parser().parse_args(sys.argv[1:])
@@ -52,11 +54,14 @@ def main(config_name: str, job: Callable[[DictConfig], Any]) -> None:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("models").setLevel(logging.INFO)  # what takes long while a target is fetched
         try:
-            return job(config)
+            with _terminable():
+                return job(config)
         except UserError as error:
             if config.get("debug"):
                 raise
             _fail(str(error), 2)
+        except Terminated:
+            _fail("Ended by SIGTERM. The same command goes on where it stopped.", 143)
         except KeyboardInterrupt:
             _fail("Interrupted. The same command goes on where it stopped.", 130)
         except Exception as error:
@@ -97,6 +102,23 @@ def composed(config_name: str, overrides: list[str]) -> dict[str, Any]:
     """What conf/<config_name>.yaml and the overrides make; inside a Hydra job as well."""
     with _composing():
         return plain(hydra.compose(config_name, overrides=overrides))
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Within, SIGTERM raises Terminated, so that what is half written is removed."""
+
+    def end(number: int, frame: Any) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _with_choices(arguments: list[str]) -> list[str]:

@@ -6,7 +6,9 @@ import io
 import logging
 import os
 import resource
+import signal
 import sys
+import threading
 import time
 import warnings
 from math import isnan
@@ -20,8 +22,10 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from data.progress import Progress
 from engine.loop import generate
 from engine.settings import DecodeSettings
-from models.files import replacing, write_json, write_tensors
+from models.errors import Terminated
+from models.files import replacing, write_json
 from models.target import Target
+from train.checkpoints import load, previous, random_state, set_random_state, write_kept
 
 _LINUX = Path("/proc/self")
 
@@ -64,27 +68,57 @@ class BlockEfficiency(lightning.Callback):
             logger.log_metrics(values, step=step)
         if self.last_score > self.best_score:
             self.best_score = self.last_score
-            write_tensors(self.best, regime.kept_state())
+            write_kept(self.best, regime.kept_state())
 
 
 class LastCheckpoint(lightning.Callback):
-    """Writes a checkpoint to resume from every `every` optimizer steps; one a step, however many batches it takes."""
+    """Writes a checkpoint to resume from every `every` optimizer steps; one a step, however many batches it takes.
+
+    The one before is kept beside it. In a single process, Ctrl-C and SIGTERM let the step under way end, write one
+    more, and then stop: `interruption` says by what. A second one stops at once. A training that goes on does so with
+    the random numbers that would have come.
+    """
 
     def __init__(self, path: Path, every: int) -> None:
         self.path, self.every = path, every
-        self._saved_at = 0
+        self.interruption: KeyboardInterrupt | None = None
+        self._saved_at = self._step = 0
+        self._random: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"saved_at": self._saved_at}
+        return {"saved_at": self._saved_at, "random": random_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved_at = state_dict["saved_at"]
+        self._saved_at, self._random = state_dict["saved_at"], state_dict.get("random")
+
+    def on_train_start(self, trainer: lightning.Trainer, *args: Any) -> None:
+        self._step = trainer.global_step
+        if trainer.world_size == 1 and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):  # Lightning gives them back when training ends
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    signal.signal(number, self._stop)
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._random is not None and trainer.is_global_zero:  # not before: a loader that starts draws a number
+            set_random_state(self._random)
+        self._random = None
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
         step = trainer.global_step
-        if step != self._saved_at and (step % self.every == 0 or step == trainer.max_steps):
+        ended, self._step = step != self._step, step
+        due = step % self.every == 0 or step == trainer.max_steps or (ended and self.interruption is not None)
+        if step != self._saved_at and due:
             self._saved_at = step
             trainer.save_checkpoint(self.path)
+        if ended and self.interruption is not None:
+            raise self.interruption
+
+    def _stop(self, number: int, _: Any) -> None:
+        again = self.interruption is not None
+        self.interruption = Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+        if again:
+            raise self.interruption
+        print("\nstopping behind this step; once more stops at once", flush=True)
 
 
 class TrainingRecord(lightning.Callback):
@@ -168,21 +202,20 @@ class TrainingProgress(lightning.Callback):
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
-    """Checkpoints are written to a temporary name, flushed and renamed; nothing but tensors and numbers is loaded."""
+    """Checkpoints are written to a temporary name, flushed and renamed, and the one before is kept (`checkpoints`)."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         content = io.BytesIO()  # torch.save hides what the disk said
         torch.save(checkpoint, content)
-        with replacing(Path(path)) as temporary:
+        with replacing(Path(path), previous(Path(path))) as temporary:
             temporary.write_bytes(content.getbuffer())
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = True
     ) -> dict[str, Any]:
-        loaded: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=True)
-        return loaded
+        return load(Path(path))
 
 
 def quiet_lightning() -> None:

@@ -63,6 +63,8 @@ class DraftLengthTraining:
     for a drafter without a predictor, and for numbers that are too small.
     """
 
+    timed = True  # no two trainings find the same
+
     def __init__(
         self,
         drafter: Any,

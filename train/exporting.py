@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -94,17 +95,21 @@ def export_formats(
     for name in options["export"]["formats"]:
         try:
             write_format(name, drafter, target, described, run / name, measured)
-            loaded = format_of(name).load(run / name, target)
-            ours = widened(name, drafter, described.model, target)
-            check_parity(target, ours, loaded, prompts, measured_settings(options, 0.0))
+            try:
+                loaded = format_of(name).load(run / name, target)
+                ours = widened(name, drafter, described.model, target)
+                check_parity(target, ours, loaded, prompts, measured_settings(options, 0.0))
+            except UserError:
+                shutil.rmtree(run / name)  # what does not draft as the drafter does is not left behind
+                raise
         except UserError as error:
             refused.append(f"{name} ({str(error).rstrip('.')})")
             continue
         print(f"{name}: {run / name}")
     if refused:
         raise UserError(
-            f"The run is finished and measured, but not exported as {'; '.join(refused)}. To try again: "
-            f"python train/export.py export={run / 'export'} format=NAME."
+            f"The run is finished and measured, but not exported as {'; '.join(refused)}. To try again, start the same "
+            f"command, or python train/export.py export={run / 'export'} format=NAME."
         )
 
 

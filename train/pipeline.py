@@ -27,7 +27,7 @@ from eval.table import draw, print_tables
 from models.checkpoint import detect, native
 from models.drafter import accelerate_drafter
 from models.errors import UserError
-from models.files import alone_in, write_json, write_text
+from models.files import alone_in, clear_leftovers, explain_disk_errors, write_json, write_text
 from models.target import Target
 from models.vocab import DraftVocab
 from train.backbone import backbone_of
@@ -39,6 +39,7 @@ from train.callbacks import (
     TrainingRecord,
     quiet_lightning,
 )
+from train.checkpoints import read_kept, resume_point, write_kept
 from train.exporting import check_parity, export, export_formats, measure_export, rehearse_formats
 from train.model_card import figures, measured_before, model_card
 from train.settings import (
@@ -123,13 +124,7 @@ def prepare_data(options: Options, target: Target) -> Prepared:
 
     All are collected for a drafter without training too, so that it is measured on the same ones as the others.
     """
-    data = options["data"]
-    sizes = SplitSizes(**data["sizes"])
-    source: PromptSource = instantiate(data["source"], _convert_="all")
-    prompts = source.prompts(target, sizes.total, options["seed"])
-    if not is_trained(options):
-        sizes = SplitSizes(0, sizes.validation if options["measure"]["validation"] else 0, sizes.test)
-    splits = split_prompts(prompts, sizes)
+    data, splits = options["data"], _splits(options, target)
     check_prompts(target, [context_ids(target, prompt) for prompt in splits["validation"] + splits["test"]])
     if not is_trained(options):
         return Prepared(None, splits["validation"], splits["test"], None)
@@ -146,6 +141,16 @@ def prepare_data(options: Options, target: Target) -> Prepared:
             f"{batches.dropped} had nothing left to learn from"
         )
     return Prepared(batches, splits["validation"], splits["test"], manifest)
+
+
+def _splits(options: Options, target: Target) -> dict[str, list[Prompt]]:
+    """The run's prompts by what they are for; of a drafter without training only those that it is measured on."""
+    sizes = SplitSizes(**options["data"]["sizes"])
+    source: PromptSource = instantiate(options["data"]["source"], _convert_="all")
+    prompts = source.prompts(target, sizes.total, options["seed"])
+    if not is_trained(options):
+        sizes = SplitSizes(0, sizes.validation if options["measure"]["validation"] else 0, sizes.test)
+    return split_prompts(prompts, sizes)
 
 
 def build_drafter(options: Options, target: Target, batches: StepBatches | None) -> Any:
@@ -173,7 +178,7 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
     settings, module = options["fit"], _training_module(options, target, drafter)
     per_step = options["trainer"]["accumulate_grad_batches"]
     if hasattr(module, "learn"):
-        module.learn(data.batches)
+        _learn(module, drafter, data.batches, run / "checkpoints" / "learnt.safetensors")
         return None
     if settings["hidden_states"] == "cached":
         module.cache_states(data.batches, Path(options["data"]["folder"]), per_step)
@@ -182,8 +187,10 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
     measured = BlockEfficiency(
         target, prompts, measured_settings(options, 0.0), settings["evaluate_every"], checkpoints / "best.safetensors"
     )
-    resume = checkpoints / "last.ckpt"
-    last = LastCheckpoint(resume, settings["checkpoint_every"])
+    last = LastCheckpoint(checkpoints / "last.ckpt", settings["checkpoint_every"])
+    resume, done = resume_point(last.path)
+    if resume is not None and measured.best.exists():
+        read_kept(measured.best)  # is it whole? before the rest is trained
     trainer = _trainer(
         options,
         target,
@@ -191,18 +198,30 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
         [TrainingRecord(run / "training.json"), measured, TrainingProgress(measured), last],
         logger,
     )
-    if not resume.exists():
+    if resume is None:
         for name, text in (module.start(data.batches) or {}).items():
             write_text(run / name, text)
-    loader = step_loader(data.batches, per_step * _steps_done(resume), per_step * settings["max_steps"])
+    loader = step_loader(data.batches, per_step * done, per_step * settings["max_steps"])
     try:
-        trainer.fit(module, loader, ckpt_path=str(resume) if resume.exists() else None)
-    except SystemExit:  # what Lightning makes of Ctrl-C
+        with explain_disk_errors(run):
+            trainer.fit(module, loader, ckpt_path=None if resume is None else str(resume))
+    except SystemExit:  # what Lightning makes of an interruption
         if trainer.interrupted:
-            raise KeyboardInterrupt from None
+            raise last.interruption or KeyboardInterrupt() from None
         raise
-    module.load_kept_state(native.read_tensors(measured.best))
+    module.load_kept_state(read_kept(measured.best))
     return measured.best_score
+
+
+def _learn(module: Any, drafter: Any, batches: StepBatches, kept: Path) -> None:
+    """Let `module` learn; where what it finds is another each time, because it looks at the clock, it is kept."""
+    if not getattr(module, "timed", False):
+        module.learn(batches)
+    elif kept.exists():
+        drafter.load_state_dict(read_kept(kept))
+    else:
+        module.learn(batches)
+        write_kept(kept, drafter.state_dict())
 
 
 def _training_module(options: Options, target: Target, drafter: Any) -> Any:
@@ -243,10 +262,6 @@ def _trainer(
         raise UserError(f"trainer: {str(error).splitlines()[0]}") from error
 
 
-def _steps_done(checkpoint: Path) -> int:
-    return int(AtomicCheckpoints().load_checkpoint(checkpoint)["global_step"]) if checkpoint.exists() else 0
-
-
 def _validate(
     options: Options, target: Target, drafter: Any, prompts: list[Prompt], tree: Options | None, logger: Any
 ) -> float:
@@ -279,14 +294,12 @@ def _run(options: Options, run: Path) -> float | None:
     """As `run_job`, in a folder of its own."""
     record(options, run)
     quiet_lightning()
+    for place in (run, run / "checkpoints"):
+        clear_leftovers(place)
     folder, logger = run / "export", open_logger(options, run)
     tracked = hasattr(logger, "begin")
     if (run / "acceptance.json").exists():
-        before = measured_before((folder / "README.md").read_text())
-        print(f"this run is finished; to train again choose another run_name, or delete {run}\n{before}")
-        print(f"in another engine's format: python train/export.py export={folder} format=NAME")
-        if tracked:
-            logger.again(_score(run))
+        _complete(options, run, logger)
         return _score(run)
     original = open_target(options)
     print(f"target {original.name!r}, run folder {run}")
@@ -316,9 +329,30 @@ def _run(options: Options, run: Path) -> float | None:
         print(adapted)
     write_text(folder / "README.md", model_card(described, measured))
     draw(measured, run / "acceptance.png")
-    if tracked:
-        logger.finish(options, measured, described, score)
     write_report(options, measured, run, [described])
+    if tracked:
+        logger.finish(options, described, score)
     print(f"export: {folder}\nmeasure it on other prompts: python eval/acceptance.py export={folder}")
     export_formats(options, target, drafter, native.read(folder), figures(measured), data.test, run)
     return score
+
+
+def _complete(options: Options, run: Path, logger: Any) -> None:
+    """Tell what a finished run has found, and add what it lacks: formats, and its figures where the logger takes them.
+
+    Raises UserError as `export_formats` does.
+    """
+    folder = run / "export"
+    described, before = native.read(folder), measured_before((folder / "README.md").read_text())
+    print(f"this run is finished; to train again choose another run_name, or delete {run}\n{before}")
+    print(f"in another engine's format: python train/export.py export={folder} format=NAME")
+    if hasattr(logger, "begin"):
+        logger.again(options, described, _score(run))
+    missing = [name for name in options["export"]["formats"] if not (run / name).exists()]
+    if not missing:
+        return
+    original = open_target(options)
+    target = native.target_of(folder, original, options["target"]["trust_remote_code"])
+    drafter, prompts = native.load(folder, target), _splits(options, original)["test"]
+    wanted = {**options, "export": {**options["export"], "formats": missing}}
+    export_formats(wanted, target, drafter, described, before, prompts, run)

@@ -43,7 +43,7 @@ def run(drafter: str, overrides: list[str], folder: Path, run_name: str, data: P
     if not any(o.startswith("data.folder=") for o in overrides):
         place.append(f"data.folder={data}")
     code = finished([sys.executable, str(ROOT / "train" / "run.py"), f"+drafter={drafter}", *overrides, *place])
-    if code in (130, -2):
+    if code in (130, -2, 143, -15):
         raise KeyboardInterrupt
     if code != 0:
         raise UserError(f"{run_name} failed (exit code {code}, see above). The rest is kept: mend it, and start again.")

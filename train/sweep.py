@@ -124,7 +124,7 @@ def _make(count: int, study: Any, options: dict[str, Any], settings: list[str], 
     command = [sys.executable, str(CONF.parent / "train" / "trial.py"), "--multirun", *hydra, *settings, *swept]
     before = study.finished
     code = subprocess.run(command, check=False).returncode
-    if code in (130, -2):
+    if code in (130, -2, 143, -15):
         raise KeyboardInterrupt
     if code != 0 and study.finished == before:  # Hydra fails too where every trial has, and these are told of
         raise UserError(f"Hydra's multirun ended with exit code {code}, see above, and no trial was made.")

@@ -28,7 +28,7 @@ def job(config: DictConfig) -> float:
     with (folder / "log.txt").open("a") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
     failed = folder / "failed.txt"
-    if code in (130, -2):
+    if code in (130, -2, 143, -15):
         raise KeyboardInterrupt
     if code != 0:
         last = ((folder / "log.txt").read_text().strip().splitlines() or [""])[-1]

@@ -10,7 +10,6 @@ from typing import Any
 
 from lightning.pytorch.loggers import WandbLogger
 
-from eval.measure import Measurement
 from eval.provenance import provenance
 from models.checkpoint import native
 from models.files import write_json
@@ -53,7 +52,7 @@ class WandbRun(WandbLogger):
         )
 
     def known(self) -> dict[str, Any]:
-        """What the folder remembers of its W&B run: `id`, and once it is finished `artifact`; nothing before."""
+        """What the folder remembers of its W&B run: `id`, once it has all `finished`, and the export's `artifact`."""
         path = self.run / "wandb.json"
         return dict(json.loads(path.read_text())) if path.exists() else {}
 
@@ -62,16 +61,14 @@ class WandbRun(WandbLogger):
         write_json(self.run / "wandb.json", {**self.known(), "id": self.run_id})
         self.experiment.config.update({**options, "provenance": provenance()}, allow_val_change=True)
 
-    def finish(
-        self, options: Options, measured: list[tuple[str, Measurement]], described: native.Export, score: float | None
-    ) -> None:
-        """Tell the W&B run what was measured, hand it the export, and close it.
+    def finish(self, options: Options, described: native.Export, score: float | None) -> None:
+        """Tell the W&B run what acceptance.json has, hand it the export, and close it; wandb.json then says so.
 
         `score` is the best val/block_efficiency, which becomes the run's: a sweep compares runs by it.
         """
         import wandb
 
-        results = [{"drafter": name, **m.summary(), "counts": m.counts()} for name, m in measured]
+        results = self._results()
         self.experiment.log(
             {
                 "test/prompts": wandb.Table(*_prompts(results)),
@@ -83,15 +80,27 @@ class WandbRun(WandbLogger):
         if self.upload_export:
             self._hand_over(options, described, results)
         self._close()
+        write_json(self.run / "wandb.json", {**self.known(), "id": self.run_id, "finished": True})
 
-    def again(self, score: float | None) -> None:
-        """Of a run that was finished before: its figures go to a W&B run that is not this folder's, as a sweep's."""
-        if self.run_id != self.known().get("id"):
-            self.experiment.config.update({"finished_in": self.known().get("id")}, allow_val_change=True)
-            self.summarize(json.loads((self.run / "acceptance.json").read_text())["results"], score)
-            self._close()
-            if not self.known():
-                write_json(self.run / "wandb.json", {"id": self.run_id})
+    def again(self, options: Options, described: native.Export, score: float | None) -> None:
+        """Of a run that was finished before: its figures go to a W&B run that is not this folder's, as a sweep's.
+
+        This folder's own gets them where it was cut off before it had them all.
+        """
+        known = self.known()
+        if self.run_id == known.get("id"):
+            if not known.get("finished"):
+                self.finish(options, described, score)
+            return
+        self.experiment.config.update({"finished_in": known.get("id")}, allow_val_change=True)
+        self.summarize(self._results(), score)
+        self._close()
+        if not known:
+            write_json(self.run / "wandb.json", {"id": self.run_id, "finished": True})
+
+    def _results(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads((self.run / "acceptance.json").read_text())["results"]
+        return found
 
     def summarize(self, results: list[dict[str, Any]], score: float | None) -> None:
         """Set the numbers by which W&B lists and compares runs."""
@@ -135,7 +144,7 @@ class WandbRun(WandbLogger):
         logged = experiment.log_artifact(export)
         if not experiment.offline:
             logged.wait()
-            write_json(self.run / "wandb.json", {"id": self.run_id, "artifact": logged.qualified_name})
+            write_json(self.run / "wandb.json", {**self.known(), "artifact": logged.qualified_name})
 
     def _inputs(self, options: Options) -> dict[str, str | None]:
         """Folders of exports that the drafter was made of, each with its artifact where its run has logged one."""

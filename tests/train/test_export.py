@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -283,15 +284,20 @@ def test_adapters_are_put_into_what_a_run_starts_from(tiny: Target, tmp_path: Pa
 def test_a_format_that_fails_at_the_end_costs_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The bundled target is its own draft model here; the rehearsal knows nothing of what will go wrong."""
+    """The bundled target is its own draft model here; the rehearsal knows nothing of what will go wrong.
+
+    The same command then writes what is missing, and no more.
+    """
     small = ["data.sizes.test=1", "measure.num_prompts=1", "measure.temperatures=[0]", "decode.max_new_tokens=8"]
     formats = ["export.formats=[hf_causal_lm,broken,second]", f"output_root={tmp_path}", "run_name=a"]
     model = f"drafter.model.name_or_path={ROOT.parent / 'models' / 'target' / 'tiny'}"
-    write = exporting.write_format
+    write, full, written = exporting.write_format, True, []
 
     def writes(name: str, *what: Any) -> None:
-        if name == "broken" and what[3].parent == tmp_path / "a":
-            raise UserError("The disk is full.")
+        if what[3].parent == tmp_path / "a":
+            if name == "broken" and full:
+                raise UserError("The disk is full.")
+            written.append(name)
         write("hf_causal_lm", *what)
 
     monkeypatch.setattr(exporting, "write_format", writes)
@@ -306,9 +312,36 @@ def test_a_format_that_fails_at_the_end_costs_nothing_else(
     for folder in ("export", "hf_causal_lm", "second"):
         assert f"{result['block_efficiency']:.3f}" in (run / folder / "README.md").read_text()
     assert not (run / "broken").exists() and (run / "acceptance.png").exists()
-    capsys.readouterr()
+    for text in ("not exported as broken", ""):
+        capsys.readouterr()
+        full, written = bool(text), []
+        try:
+            pipeline.run_job(asked, run)
+        except UserError as error:
+            assert text and text in str(error)
+        assert "this run is finished" in capsys.readouterr().out
+        assert written == ([] if full else ["broken"])
+    cards = [(run / name / "README.md").read_text() for name in ("broken", "second")]
+    assert cards[0] == re.sub(r"\bsecond\b", "broken", cards[1])
     pipeline.run_job(asked, run)
-    assert "this run is finished" in capsys.readouterr().out
+    assert written == ["broken"]
+
+
+def test_a_format_that_drafts_otherwise_is_not_left_behind(
+    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"_target_": "models.drafter.draft_lm.DraftLM", "name_or_path": str(ROOT.parent / "models/target/tiny")}
+    drafter = native.build(model, tiny, DraftVocab(tiny.vocab_size)).eval()
+    described = native.Export("lm", model, {"name": "tiny", "fingerprint": tiny.fingerprint, "load": {}}, 3, {})
+
+    def refuses(*_: Any) -> None:
+        raise UserError("The export is broken.")
+
+    monkeypatch.setattr(exporting, "check_parity", refuses)
+    asked = options("+drafter=draft_lm", "export.formats=[hf_causal_lm]")
+    with pytest.raises(UserError, match="not exported as hf_causal_lm"):
+        exporting.export_formats(asked, tiny, drafter, described, "", [], tmp_path)
+    assert not (tmp_path / "hf_causal_lm").exists()
 
 
 @pytest.mark.slow
