@@ -41,9 +41,9 @@ class Trained:
     steps: int
 
 
-def answered(target: Target) -> Text:
-    """Four prompts, answered by the target."""
-    start = prompts([3, 7, 5, 4], target.vocab_size)
+def answered(target: Target, lengths: tuple[int, ...] = (3, 7, 5, 4)) -> Text:
+    """A few prompts, answered by the target."""
+    start = prompts([*lengths], target.vocab_size)
     answers = generate(target, start, DecodeSettings(max_new_tokens=NEW_TOKENS)).token_ids
     assert all(len(set(answer)) > 5 for answer in answers), "an answer that repeats itself shows no shift by one"
     masks = [[0] * len(p) + [1] * len(a) for p, a in zip(start, answers, strict=True)]
