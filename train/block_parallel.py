@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from data.loader import Batch
 from models.errors import UserError
 from models.target import Target
-from train.divergences import acceptance
+from train.divergences import agreement
 from train.law_matching import LawMatching
-from train.losses import chunked_loss
+from train.losses import chunked_loss, law_loss
 from train.regime import check_counts
 
 KINDS = ("exponential", "dpace", "uniform")
@@ -103,6 +103,17 @@ class BlockParallel(LawMatching):
         labels = self.drafter.vocab.to_draft(batch.token_ids)[text, within]
         return self.block_losses(told, states[text, within - 1], labels, valid)
 
+    def _share(self, true: Tensor, target_logits: Tensor) -> Tensor:
+        """What of the target's whole law is of the draft vocabulary (C, N, 1), where confidences are to tell of that.
+
+        Of the target's states (C, N, D), and the logits (C, N, Vd) of that vocabulary.
+        """
+        dtype = torch.promote_types(target_logits.dtype, torch.float32)
+        if self.drafter.confidence_head is None or not self.drafter.vocab.reduced:
+            return target_logits.new_ones((*target_logits.shape[:-1], 1), dtype=dtype)
+        norms = [x.to(dtype).logsumexp(-1, keepdim=True) for x in (target_logits, self.target.head(true))]
+        return (norms[0] - norms[1]).exp()
+
     def anchors(self, loss_mask: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Rows (B, A) of a batch that blocks follow, and which of these (B, A) bool are meant: a text may have fewer.
 
@@ -124,26 +135,27 @@ class BlockParallel(LawMatching):
         counted = torch.zeros(4, self.num_steps, device=told.device)  # float32: bfloat16 cannot count beyond 256
 
         def row_loss(told: Tensor, which: slice) -> Tensor:
-            draft_logits, known = drafter.logits(told), valid[which]
             with torch.no_grad():
                 target_logits = self._head(true[which])
-                dtype = torch.promote_types(draft_logits.dtype, torch.float32)
-                log_q = draft_logits.to(dtype).log_softmax(-1)
-                every = self.target.head(true[which]) if head is not None and drafter.vocab.reduced else target_logits
-                log_p = target_logits.to(dtype) - every.to(dtype).logsumexp(-1, keepdim=True)
-                alpha = acceptance(log_q.flatten(0, 1), log_p.flatten(0, 1)).view_as(known)
-                said = labels[which]
-                chances = log_q.gather(-1, said.clamp(min=0)[..., None])[..., 0].exp() * (said >= 0)
-                weights = self.weights(chances, known)
-                agree = draft_logits.argmax(-1) == target_logits.argmax(-1)
-            found = self.divergence(draft_logits.flatten(0, 1), target_logits.flatten(0, 1), said.flatten())
-            found = found.view_as(known)
-            loss = (weights * found).sum()
-            for index, part in enumerate((found.detach(), alpha, agree)):
-                counted[index] += (part * known).sum(0)
+                known, said, taught, share = valid[which], labels[which], [], self._share(true[which], target_logits)
+
+            def compare(draft_logits: Tensor, part: slice) -> Tensor:
+                laws = (draft_logits.flatten(0, 1), target_logits[part].flatten(0, 1), said[part].flatten())
+                found, q, p = (t.unflatten(0, known[part].shape) for t in self.divergence.compared(*laws))
+                with torch.no_grad():
+                    alpha = torch.minimum(q, share[part] * p).sum(-1)
+                    chances = q.gather(-1, said[part].clamp(min=0)[..., None])[..., 0] * (said[part] >= 0)
+                    weights = self.weights(chances, known[part])
+                    taught.append((weights, alpha))
+                    for index, told_of in enumerate((found, alpha, agreement(q, p))):
+                        counted[index] += (told_of * known[part]).sum(0)
+                return (weights * found).sum()
+
+            loss = law_loss(compare, drafter.logits(told))
             if head is not None:
+                weights, alpha = (torch.cat(parts) for parts in zip(*taught, strict=True))
                 entropy = nn.functional.binary_cross_entropy_with_logits
-                errors = entropy(head(told).to(dtype), alpha.clamp(0, 1), reduction="none")
+                errors = entropy(head(told).to(alpha.dtype), alpha.clamp(0, 1), reduction="none")
                 counted[3] += (errors.detach() * known).sum(0)
                 loss = loss + self.w_confidence * (weights * errors).sum()
             return loss

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from models.errors import UserError
 
@@ -59,8 +61,14 @@ class Divergence:
 
         Both laws are over the draft vocabulary, the target's renormalised. Laws and losses are in float32 at least.
         """
+        return self.compared(draft_logits, target_logits, labels)[0]
+
+    def compared(self, draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same (M,), and the draft law q and the target's p (M, Vd), which have no gradients."""
         dtype = torch.promote_types(draft_logits.dtype, torch.float32)
         draft, target = draft_logits.to(dtype), target_logits.to(dtype)
+        if self._temperature == 1 and self._weights.keys() <= _CrossEntropies.NAMES:
+            return _CrossEntropies.apply(draft, target, labels, self._weights)
         log_q, log_p = draft.log_softmax(-1), target.log_softmax(-1)
         t = self._temperature
         warm_q, warm_p = (log_q, log_p) if t == 1 else ((draft / t).log_softmax(-1), (target / t).log_softmax(-1))
@@ -76,12 +84,57 @@ class Divergence:
             else:
                 found = _tvd(log_q, log_p) if name == "tvd" else _lk(log_q, log_p)
             total = total + weight * found
-        return total
+        return total, log_q.detach().exp(), log_p.detach().exp()
+
+
+class _CrossEntropies(torch.autograd.Function):
+    """Cross-entropies, hard and soft, and the forward KL: of all, the gradient by the draft's logits is q − p or q − y.
+
+    So it takes one pass, where autograd would go back through every operation.
+    """
+
+    NAMES = frozenset(("cross_entropy", "soft_cross_entropy", "kl"))
+
+    @staticmethod
+    def forward(
+        ctx: Any, draft: Tensor, target: Tensor, labels: Tensor, weights: Mapping[str, float]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, p = draft.softmax(-1), target.softmax(-1)
+        norm = _log_norm(draft, q)
+        total, gradient = torch.zeros_like(norm), torch.zeros_like(q)
+        if soft := weights.get("soft_cross_entropy", 0.0) + weights.get("kl", 0.0):
+            total += soft * (norm - (p * draft).sum(-1))
+            torch.sub(q, p, out=gradient)
+            gradient *= soft
+        if kl := weights.get("kl", 0.0):
+            total -= kl * (_log_norm(target, p) - (p * target).sum(-1))
+        if hard := weights.get("cross_entropy", 0.0):
+            said, known = labels.clamp(min=0)[:, None], hard * (labels >= 0).to(q.dtype)[:, None]  # (M, 1) both
+            total += (known * (norm[:, None] - draft.gather(-1, said)))[:, 0]
+            gradient.addcmul_(q, known).scatter_add_(-1, said, -known)
+        ctx.gradient = gradient
+        ctx.mark_non_differentiable(q, p)
+        return total, q, p
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.gradient * upstream[0][:, None], None, None, None
 
 
 def acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
     """α = Σ_x min(p, q) of two laws given by their logarithms: (M, Vd), (M, Vd) → (M,)."""
     return torch.minimum(log_q, log_p).exp().sum(-1)
+
+
+def agreement(q: Tensor, p: Tensor) -> Tensor:
+    """Whether the likeliest token of p is q's too: (..., Vd) twice → (...)."""
+    return q.gather(-1, p.argmax(-1, keepdim=True))[..., 0] >= q.amax(-1)
+
+
+def _log_norm(logits: Tensor, law: Tensor) -> Tensor:
+    """log Σ exp of logits (M, Vd) whose softmax is known: (M,)."""
+    return logits.amax(-1) - law.amax(-1).log()
 
 
 def _soft_cross_entropy(log_q: Tensor, log_p: Tensor) -> Tensor:

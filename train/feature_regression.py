@@ -14,9 +14,12 @@ from data.loader import Batch, StepBatches
 from models.errors import UserError
 from models.target import Target
 from models.types import TargetFeatures
+from train.divergences import Divergence, agreement
 from train.least_squares import check_start, moments, ridge
-from train.losses import chunked_loss, regression, soft_cross_entropy, top_k_cross_entropy
+from train.losses import chunked_loss, law_loss, regression, top_k_cross_entropy
 from train.regime import Regime, check_counts
+
+_SOFT = Divergence({"soft_cross_entropy": 1.0})
 
 
 class FeatureRegression(Regime):
@@ -125,18 +128,25 @@ class FeatureRegression(Regime):
         names = ("classification", "top1_agreement", *(["top_k"] if self.w_top_k else []))
         counted = {name: torch.zeros((), dtype=dtype, device=rows.device) for name in names}
         weights = {"classification": self.w_cls, "top_k": self.w_top_k}
+        nobody = torch.full((len(rows),), -1, device=rows.device)  # what the target said is not looked at
 
         def row_loss(hidden: Tensor, which: slice) -> Tensor:
-            draft_logits = self.drafter.logits(hidden, step=0)
             with torch.no_grad():
                 target_logits = self._head(wanted[which])
-                counted["top1_agreement"] += (draft_logits.argmax(-1) == target_logits.argmax(-1)).sum()
-            losses = {"classification": soft_cross_entropy(draft_logits, target_logits).sum()}
-            if self.w_top_k:
-                losses["top_k"] = top_k_cross_entropy(draft_logits, target_logits, self.top_k).sum()
-            for name, loss in losses.items():
-                counted[name] += loss.detach()
-            return torch.stack([weights[name] * loss for name, loss in losses.items()]).sum()
+
+            def compare(draft_logits: Tensor, part: slice) -> Tensor:
+                true = target_logits[part]
+                found, q, p = _SOFT.compared(draft_logits, true, nobody[part])
+                losses = {"classification": found.sum()}
+                if self.w_top_k:
+                    losses["top_k"] = top_k_cross_entropy(draft_logits, true, self.top_k).sum()
+                with torch.no_grad():
+                    counted["top1_agreement"] += agreement(q, p).sum()
+                    for name, loss in losses.items():
+                        counted[name] += loss
+                return torch.stack([weights[name] * loss for name, loss in losses.items()]).sum()
+
+            return law_loss(compare, self.drafter.logits(hidden, step=0))
 
         return chunked_loss(row_loss, rows, chunk_rows=self.chunk_rows), counted
 

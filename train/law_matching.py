@@ -15,8 +15,8 @@ from data.loader import Batch
 from models.errors import UserError
 from models.target import Target
 from models.types import max_depth
-from train.divergences import Divergence, acceptance
-from train.losses import chunked_loss
+from train.divergences import Divergence, agreement
+from train.losses import chunked_loss, law_loss
 from train.regime import Regime, check_counts
 
 
@@ -113,13 +113,18 @@ class LawMatching(Regime):
         counted = torch.zeros(2, device=rows.device)  # in float32: bfloat16 cannot count beyond 256
 
         def row_loss(hidden: Tensor, which: slice) -> Tensor:
-            draft_logits = self.drafter.logits(hidden, ahead)
             with torch.no_grad():
                 target_logits = self._head(true[which])
-                log_q, log_p = draft_logits.float().log_softmax(-1), target_logits.float().log_softmax(-1)
-                counted[0] += acceptance(log_q, log_p).sum()
-                counted[1] += (draft_logits.argmax(-1) == target_logits.argmax(-1)).sum()
-            return self.divergence(draft_logits, target_logits, labels[which]).sum()
+            said = labels[which]
+
+            def compare(draft_logits: Tensor, part: slice) -> Tensor:
+                found, q, p = self.divergence.compared(draft_logits, target_logits[part], said[part])
+                with torch.no_grad():
+                    counted[0] += torch.minimum(q, p).sum()
+                    counted[1] += agreement(q, p).sum()
+                return found.sum()
+
+            return law_loss(compare, self.drafter.logits(hidden, ahead))
 
         parameters = self.drafter.logit_parameters(ahead)
         return chunked_loss(row_loss, rows, parameters, chunk_rows=self.chunk_rows), counted

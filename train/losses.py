@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 RowLoss = Callable[[Tensor, slice], Tensor]  # hidden rows (C, D) and which rows they are → sum of their losses
+_CACHED_NUMBERS = 2**18  # a megabyte of float32
 
 
 def chunked_loss(
@@ -27,13 +28,30 @@ def chunked_loss(
     return result
 
 
+def law_loss(row_loss: RowLoss, logits: Tensor) -> Tensor:
+    """Σ over rows of `row_loss`, which reads logits (M, ..., Vd) many times over: → scalar.
+
+    On the CPU it gets as few rows at a time as its processor keeps at hand: read from memory each time, laws over a
+    vocabulary take as long as the products that logits come from.
+    """
+    if logits.is_cuda:
+        return row_loss(logits, slice(0, len(logits)))
+    return chunked_loss(row_loss, logits, chunk_rows=max(1, _CACHED_NUMBERS // max(1, logits[:1].numel())))
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, row_loss: RowLoss, chunk_rows: int, hidden: Tensor, *parameters: Tensor) -> Tensor:
         wants_grad = ctx.needs_input_grad[2:]
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         grads = [
-            torch.zeros_like(t) if wanted else None for t, wanted in zip((hidden, *parameters), wants_grad, strict=True)
+            make(t) if wanted else None
+            for make, t, wanted in zip(
+                (torch.empty_like, *[torch.zeros_like] * len(parameters)),
+                (hidden, *parameters),
+                wants_grad,
+                strict=True,
+            )
         ]
         for start in range(0, len(hidden), chunk_rows):
             rows = slice(start, min(start + chunk_rows, len(hidden)))
@@ -46,8 +64,10 @@ class _Chunked(torch.autograd.Function):
                 continue
             found = iter(torch.autograd.grad(loss, inputs))
             for index, grad in enumerate(grads):
-                if grad is not None:
-                    (grad[rows] if index == 0 else grad).add_(next(found))
+                if index == 0 and grad is not None:
+                    grad[rows] = next(found)
+                elif grad is not None:
+                    grad.add_(next(found))
         ctx.grads = grads
         return total
 

@@ -141,9 +141,19 @@ class Regime(lightning.LightningModule):
         if adapted:
             groups[0]["name"] = "drafter"
             groups.append({"params": adapted, "name": "target", "lr": self.lr / self.backbone.drafter_lr_multiple})
-        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+        optimizer = torch.optim.AdamW(
+            groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, fused=self._fused()
+        )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_scale)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _fused(self) -> bool | None:
+        """Whether the optimizer's step is one pass over memory, as on the CPU it is not by itself.
+
+        Not for parameters that are spread over processes; nor in mixed precision, where Lightning would not clip.
+        """
+        mixed = self._trainer is not None and "mixed" in str(self._trainer.precision)
+        return True if not mixed and all(type(p.data) is Tensor and p.is_cpu for p in self.parameters()) else None
 
     def slower_parameters(self) -> list[tuple[list[nn.Parameter], float]]:
         """Parameters whose learning rate is smaller, and by what; a resumed run goes on with what it had."""

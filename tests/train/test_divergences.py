@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.errors import UserError
-from train.divergences import Divergence, acceptance
+from train.divergences import Divergence, acceptance, agreement
 
 ROWS, VOCAB, ETA = 9, 6, 3.0
 EXACT = {"atol": 1e-12, "rtol": 1e-12}
@@ -106,6 +106,33 @@ def test_equal_laws_have_no_divergence(name: str) -> None:
     found = Divergence({name: 1.0}, 2.0)(draft, TARGET, LABELS)
     torch.testing.assert_close(found, torch.zeros_like(found), atol=1e-12, rtol=0)
     assert (Divergence({name: 1.0}, 2.0)(DRAFT, TARGET, LABELS) > 1e-3).all()
+
+
+@pytest.mark.parametrize(
+    "weights", [{"cross_entropy": 0.4, "kl": 0.9, "soft_cross_entropy": 0.2}, {"cross_entropy": 2.0}]
+)
+def test_the_gradient_that_is_written_out_is_autograds(weights: dict[str, float]) -> None:
+    """Of a sum whose rows weigh differently; the laws that are handed out are those of the logits."""
+    draft, scale = DRAFT.clone().requires_grad_(), randn(ROWS, seed=2)
+    found, q, p = Divergence(weights).compared(draft, TARGET, LABELS)
+    (grad,) = torch.autograd.grad((scale * found).sum(), draft)
+    rows = [-(TARGET.softmax(-1) * draft.log_softmax(-1)).sum(-1)]
+    rows.append(rows[0] + (TARGET.softmax(-1) * TARGET.log_softmax(-1)).sum(-1))
+    rows.append(torch.where(LABELS >= 0, -draft.log_softmax(-1)[torch.arange(ROWS), LABELS], 0.0))
+    named = dict(zip(("soft_cross_entropy", "kl", "cross_entropy"), rows, strict=True))
+    total = sum(weight * named[name] for name, weight in weights.items())
+    torch.testing.assert_close(found, total, **EXACT)
+    torch.testing.assert_close(grad, torch.autograd.grad((scale * total).sum(), draft)[0], **EXACT)
+    for laws in ((q, p), Divergence({"tvd": 1.0}).compared(draft, TARGET, LABELS)[1:]):
+        torch.testing.assert_close(laws, (DRAFT.softmax(-1), TARGET.softmax(-1)), **EXACT)
+        assert not any(law.requires_grad for law in laws)
+
+
+def test_agreement_is_that_of_first_choices() -> None:
+    q, p = DRAFT.softmax(-1), TARGET.softmax(-1)
+    found = agreement(q, p)
+    assert torch.equal(found, DRAFT.argmax(-1) == TARGET.argmax(-1)) and 0 < found.sum() < ROWS
+    assert torch.equal(agreement(q.view(3, 3, VOCAB), p.view(3, 3, VOCAB)), found.view(3, 3))
 
 
 def test_weights_add_up() -> None:

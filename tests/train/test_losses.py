@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from train.losses import chunked_loss, regression, soft_cross_entropy
+from train import losses
+from train.losses import chunked_loss, law_loss, regression, soft_cross_entropy
 
 ROWS, SIZE, VOCAB = 11, 5, 7
 EXACT = {"atol": 1e-12, "rtol": 1e-12}
@@ -207,6 +208,38 @@ def test_no_more_than_a_chunk_of_logits_is_alive() -> None:
     assert 3 <= most_rows <= 3 * 4 + SIZE  # logits, laws, and the head's weight
     assert not alive
     assert sum(grad.numel() for grad in loss.grad_fn.grads) == ROWS * SIZE + VOCAB * SIZE + VOCAB
+
+
+@pytest.mark.parametrize("numbers", [1, VOCAB, 3 * VOCAB + 1, 10**6])
+@pytest.mark.parametrize("shape", [(ROWS, VOCAB), (ROWS, 2, VOCAB)])
+def test_losses_of_laws_a_few_rows_at_a_time_are_those_of_all_at_once(
+    numbers: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside a chunked loss too, as trainings have it."""
+    monkeypatch.setattr(losses, "_CACHED_NUMBERS", numbers)
+    targets, weight, seen = 2 * randn(*shape, seed=1), randn(VOCAB, VOCAB, seed=2).requires_grad_(), []
+    start = randn(*shape).requires_grad_()
+
+    def compare(logits: Tensor, rows: slice) -> Tensor:
+        seen.append(len(logits))
+        return soft_cross_entropy(logits, targets[rows]).square().sum()
+
+    def chunk(hidden: Tensor, rows: slice) -> Tensor:
+        def within(logits: Tensor, part: slice) -> Tensor:
+            return compare(logits, slice(rows.start + part.start, rows.start + part.stop))
+
+        return law_loss(within, hidden @ weight)
+
+    whole = compare(start @ weight, slice(0, ROWS))
+    expected = torch.autograd.grad(whole, [start, weight])
+    seen.clear()
+    for loss in (law_loss(compare, start @ weight), chunked_loss(chunk, start, [weight], 5)):
+        torch.testing.assert_close(loss, whole, **EXACT)
+        for ours, theirs in zip(torch.autograd.grad(0.5 * loss, [start, weight]), expected, strict=True):
+            torch.testing.assert_close(2 * ours, theirs, **EXACT)
+    assert sum(seen) == 2 * ROWS
+    assert max(seen) == min(ROWS, max(1, numbers // math.prod(shape[1:])))
+    assert law_loss(compare, start[:0] @ weight).item() == 0
 
 
 class Kept:
