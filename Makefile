@@ -2,6 +2,7 @@
 # make test    install, and run the tests (without the slow ones)
 # make lint    ruff, mypy and the house rules
 # make bench   time the engine on SmolLM2 beside transformers' generate, plain, with a draft model and with look-up
+# make bench-train   time the parts of training steps beside their matrix products alone
 # make vllm-env   vLLM for the CPU in an environment of its own, VLLM_VENV, for eval/parity.py engine=vllm (3.5 GB)
 # make parity     small drafters for the bundled target, in our engine and in vLLM and transformers: equal counts?
 # make adapt      an EAGLE drafter of code alone, whose traffic turns to prose; then hostile traffic, guard off and on
@@ -15,7 +16,7 @@ TORCH ?= torch==2.13.0
 
 VLLM_VENV ?= .venv-vllm
 
-.PHONY: demo test test-slow lint bench install vllm-env parity adapt
+.PHONY: demo test test-slow lint bench bench-train install vllm-env parity adapt
 
 install: $(VENV)/.installed
 
@@ -43,6 +44,9 @@ bench: install
 		data=file data.source.path=data/builtin.jsonl data.sizes.test=8 run_name=bench/prompt_lookup measure.num_prompts=1 measure.temperatures=[0]
 	$(BIN)/python eval/speed.py target.source=smollm2 prompts=builtin num_prompts=20 output=$(BENCH) \
 		export=[$(BENCH)/draft_lm/export,$(BENCH)/prompt_lookup/export]
+
+bench-train: install
+	$(BIN)/python train/bench.py
 
 # Its pins differ from ours, and torchvision fails to import beside this build of torch.
 vllm-env: $(VLLM_VENV)/.installed
