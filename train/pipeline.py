@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 
 from data.answers import build_answers, context_ids, describe, open_answers
 from data.loader import StepBatches, step_loader
-from data.prompts import Prompt, PromptSource, SplitSizes, split_prompts
+from data.prompts import Prompt, PromptSource, SplitSizes, deal
 from engine.loop import check_prompts, check_settings, generate
 from eval.acceptance import write_report
 from eval.adapted import report
@@ -45,6 +45,7 @@ from train.settings import (
     Options,
     answer_settings,
     check,
+    generator_of,
     instantiate,
     is_trained,
     measured_settings,
@@ -126,19 +127,19 @@ def prepare_data(options: Options, target: Target) -> Prepared:
     data = options["data"]
     sizes = SplitSizes(**data["sizes"])
     source: PromptSource = instantiate(data["source"], _convert_="all")
-    prompts = source.prompts(target, sizes.total, options["seed"])
+    wanted = sizes
     if not is_trained(options):
-        sizes = SplitSizes(0, sizes.validation if options["measure"]["validation"] else 0, sizes.test)
-    splits = split_prompts(prompts, sizes)
+        wanted = SplitSizes(0, sizes.validation if options["measure"]["validation"] else 0, sizes.test)
+    splits = deal(source, target, sizes, options["seed"], wanted)
     check_prompts(target, [context_ids(target, prompt) for prompt in splits["validation"] + splits["test"]])
     if not is_trained(options):
         return Prepared(None, splits["validation"], splits["test"], None)
-    settings = answer_settings(options)
-    manifest = describe(target, splits["train"], settings)
+    settings, generator = answer_settings(options), generator_of(options)
+    manifest = describe(target, splits["train"], settings, generator)
     if data["reuse"]:
         rows = open_answers(Path(data["reuse"]), manifest)
     else:
-        rows = build_answers(target, splits["train"], settings, Path(data["folder"]))
+        rows = build_answers(target, splits["train"], settings, Path(data["folder"]), generator)
     batches = StepBatches(rows, options["fit"]["batch_size"], data["max_tokens"], options["seed"])
     if batches.truncated:
         print(
