@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data.features import FeatureCache
+from data.packing import Packs, pack
 from data.ragged import Column, learnt_rows
 from models.errors import UserError
 
@@ -29,6 +30,7 @@ class Batch(NamedTuple):
     loss_mask: Tensor  # (B, S) bool, True on tokens the target said
     lengths: Tensor  # (B,)
     hidden: Tensor | None  # (B, S, L·D)
+    segments: Tensor | None = None  # (B, S) which of a row's texts (`models.packing`); None: each row is one
 
 
 class StepBatches(Dataset[Batch]):
@@ -41,6 +43,8 @@ class StepBatches(Dataset[Batch]):
     are dropped, and counted in `dropped`. Rows stay where they are, on the disk as a rule: what is in memory is some
     30 bytes for each. Raises UserError when no row has anything to learn from, or all masks are 1 throughout, which no
     prompt with an answer gives; where rows tell their source, when that is so of one of the sources.
+
+    After `pack`, a row of a batch holds several of the texts, one behind the other.
     """
 
     def __init__(
@@ -52,44 +56,71 @@ class StepBatches(Dataset[Batch]):
         totals = np.minimum(lengths, max_tokens) * (supervised > 0)
         for source, which in _sources(rows):
             _refuse_hopeless(int(supervised[which].sum()), int(totals[which].sum()), source)
-        self.batch_size, self.seed, self.cache = batch_size, seed, cache
+        self.batch_size, self.seed, self.cache, self.max_tokens = batch_size, seed, cache, max_tokens
+        self._packs: Packs | None = None
+        self.row_lengths = self.token_ids.lengths
         self.cached_steps = len(self)  # later ones go without the cache
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch: texts, or what they were packed into."""
+        return len(self.row_lengths)
+
+    def pack(self, first_supervised: int) -> None:
+        """Put texts into rows of at most `max_tokens`, the same ones in every epoch.
+
+        A text with a supervised token before its place `first_supervised` begins a row (see `train.regime`).
+        """
+        first = (int(np.argmax(self.loss_mask.array(text) != 0)) for text in range(len(self.loss_mask)))
+        begins = np.fromiter((place < first_supervised for place in first), np.bool_, len(self.loss_mask))
+        self._packs = pack(self.token_ids.lengths, begins, self.max_tokens, self.seed)
+        self.row_lengths = self._packs.lengths
 
     def __len__(self) -> int:
         return 2**62  # steps: as many as are asked for
 
     def __getitem__(self, step: int) -> Batch:
         rows = [self._row(step * self.batch_size + i) for i in range(self.batch_size)]
-        lengths = torch.from_numpy(self.token_ids.lengths[rows].astype(np.int64))
+        lengths = torch.from_numpy(self.row_lengths[rows].astype(np.int64))
         shape = (len(rows), int(lengths.max()))
         token_ids = torch.zeros(shape, dtype=torch.int64)
         loss_mask = torch.zeros(shape, dtype=torch.bool)
+        segments = None if self._packs is None else torch.zeros(shape, dtype=torch.int64)
         hidden: Tensor | None = None
         for index, row in enumerate(rows):
-            length = int(lengths[index])
-            token_ids[index, :length] = torch.from_numpy(self.token_ids.array(row).astype(np.int64))
-            loss_mask[index, :length] = torch.from_numpy(self.loss_mask.array(row).astype(np.bool_))
-            if self.cache is not None and step < self.cached_steps:
-                states = self.cache[row][:length]
-                hidden = states.new_zeros(*shape, states.shape[-1]) if hidden is None else hidden
-                hidden[index, :length] = states
-        return Batch(token_ids, loss_mask, lengths, hidden)
+            start = 0
+            for number, text in enumerate(self._texts(row)):
+                place = slice(start, start + int(self.token_ids.lengths[text]))
+                token_ids[index, place] = torch.from_numpy(self.token_ids.array(text).astype(np.int64))
+                loss_mask[index, place] = torch.from_numpy(self.loss_mask.array(text).astype(np.bool_))
+                if segments is not None:
+                    segments[index, start:] = number
+                if self.cache is not None and step < self.cached_steps:
+                    states = self.cache[text][: place.stop - start]
+                    hidden = states.new_zeros(*shape, states.shape[-1]) if hidden is None else hidden
+                    hidden[index, place] = states
+                start = place.stop
+        return Batch(token_ids, loss_mask, lengths, hidden, segments)
+
+    def _texts(self, row: int) -> list[int]:
+        """Which texts a row of a batch holds."""
+        return [row] if self._packs is None else self._packs.members(row).tolist()
 
     def _row(self, position: int) -> int:
-        epoch, index = divmod(position, len(self.token_ids))
+        epoch, index = divmod(position, self.num_rows)
         if getattr(self, "_epoch", None) != epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            first = -epoch * len(self.token_ids) % self.batch_size  # rows that fill the last epoch's last batch
+            first = -epoch * self.num_rows % self.batch_size  # rows that fill the last epoch's last batch
             self._order, self._epoch = self._shuffled(first, generator), epoch
         return int(self._order[index])
 
     def _shuffled(self, first: int, generator: torch.Generator) -> np.ndarray:
         """All rows, in batches of similar lengths behind `first` rows."""
-        order = torch.randperm(len(self.token_ids), generator=generator).numpy()
+        order = torch.randperm(self.num_rows, generator=generator).numpy()
         size = _POOL * self.batch_size
         for start in range(first, len(order), size):
             pool = order[start : start + size]
-            pool = pool[np.argsort(self.token_ids.lengths[pool], kind="stable")]
+            pool = pool[np.argsort(self.row_lengths[pool], kind="stable")]
             whole = len(pool) // self.batch_size
             last = pool[whole * self.batch_size :]  # the next epoch completes it
             batches = pool[: whole * self.batch_size].reshape(whole, self.batch_size)

@@ -29,6 +29,7 @@ from models.drafter import accelerate_drafter
 from models.errors import UserError
 from models.files import alone_in, write_json, write_text
 from models.target import Target
+from models.types import packs
 from models.vocab import DraftVocab
 from train.backbone import backbone_of
 from train.callbacks import (
@@ -41,6 +42,7 @@ from train.callbacks import (
 )
 from train.exporting import check_parity, export, export_formats, measure_export, rehearse_formats
 from train.model_card import figures, measured_before, model_card
+from train.regime import Regime
 from train.settings import (
     Options,
     answer_settings,
@@ -96,6 +98,8 @@ def rehearse(options: Options, target: Target, run: Path) -> None:
         started = _started(options, target, DraftVocab(target.vocab_size, torch.arange(size) if reduced else None))
         rehearse_formats(options, target, started, run)
     module = _training_module(options, target, drafter) if is_trained(options) else None
+    if options["data"]["packing"] and is_trained(options):
+        check_packing(drafter, module)
     if isinstance(module, lightning.LightningModule):
         module.configure_optimizers()
         _trainer(options, target, run, callbacks=[])
@@ -106,6 +110,17 @@ def rehearse(options: Options, target: Target, run: Path) -> None:
             "a folder with trained ones where it reads one (drafter.model.name_or_path=FOLDER or "
             "drafter.model.export=FOLDER), or train it."
         )
+
+
+def check_packing(drafter: Any, module: Any) -> None:
+    """Raise UserError for a drafter, or a training, that would read across the texts of a row."""
+    if not packs(drafter):
+        raise UserError(
+            f"data.packing=true: {type(drafter).__name__}, as it is set, reads across the texts of a row. Use "
+            "data.packing=false."
+        )
+    if not isinstance(module, Regime):
+        raise UserError(f"data.packing=true: {type(module).__name__} has no batches to pack. Use data.packing=false.")
 
 
 def _started(options: Options, target: Target, vocab: DraftVocab) -> Any:
@@ -176,6 +191,11 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
     if hasattr(module, "learn"):
         module.learn(data.batches)
         return None
+    if options["data"]["packing"]:
+        texts = len(data.batches.token_ids)
+        data.batches.pack(module.first_supervised)
+        share = data.batches.row_lengths.mean() / data.batches.max_tokens
+        print(f"{texts} answers are packed into {data.batches.num_rows} rows, which are {share:.0%} full")
     if settings["hidden_states"] == "cached":
         module.cache_states(data.batches, Path(options["data"]["folder"]), per_step)
     checkpoints = run / "checkpoints"

@@ -182,6 +182,8 @@ def check(options: Options) -> None:
             )
     answer_settings(options)
     generator_of(options)
+    if not isinstance(options["data"]["packing"], bool):
+        raise UserError(f"data.packing is {options['data']['packing']!r}: it must be true or false.")
     planned_tree(options)
     backbone = backbone_of(options["drafter"]["training"])
     if backbone.by == "full" and options["draft_vocab_size"] is not None:
@@ -267,5 +269,7 @@ def _fixed(options: Options) -> Options:
         del fixed["source_format"]
     data = dict(fixed["data"])
     how = generator_of({"data": data}).describe() if "generator" in data else None
+    if not data.get("packing"):
+        data.pop("packing", None)
     data.pop("generator", None)  # where a server is, and how often it is asked again, changes no answer
     return {**fixed, "data": data if how is None else {**data, "generator": how}}
