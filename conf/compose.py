@@ -29,7 +29,8 @@ GROUPS_TO_ADD = {
     "train": ("experiment", "drafter", "adaptation"),
     "parity": ("parity",),
 }  # groups without a default, by configuration
-_NESTED = ("decode.draft_length",)  # groups within a section, which Hydra chooses from by decode/draft_length=NAME
+# Groups within a section, which Hydra chooses from by decode/draft_length=NAME.
+_NESTED = ("decode.draft_length", "data.generator")
 
 
 def main(config_name: str, job: Callable[[DictConfig], Any]) -> None:

@@ -1,77 +1,104 @@
 """Prompts to the target's own answers, as a data set on disk.
 
-A drafter learns what the target would say, so its training text is the target's own (regenerated) answers. They are
-generated in fixed chunks by the engine's plain decoding; a chunk that is finished is on the disk and is never done
-again. The data set's folder is named by the fingerprint of everything that the answers depend on.
+A drafter learns what the target would say, so its training text is the target's own (regenerated) answers: of the
+engine's plain decoding, or of a server. What is finished is on the disk and is never done again, and rows go from disk
+to disk. The data set's folder is named by the fingerprint of everything that the answers depend on.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
+from datasets.arrow_writer import ArrowWriter
 
-from data.progress import Progress
+from data.asking import AnswerSettings, Row, context_ids, row_of
+from data.engine_generator import EngineGenerator
 from data.prompts import Prompt
-from data.resumable import run_chunks
-from data.template import encode_conversation, encode_prompt, messages_of
-from engine.loop import generate
-from engine.settings import DecodeSettings
+from data.template import encode_conversation
 from models.errors import UserError
 from models.files import atomic_folder, damaged_files, write_hashes, write_text
-from models.sampling import SamplingParams
 from models.target import Target
 
 FORMAT = 1  # of the rows; a change makes older folders unusable, and says so
+_WRITTEN_AT_ONCE = 100  # rows
+_COLUMNS = datasets.Features(
+    {
+        "prompt_id": datasets.Value("string"),
+        "turn": datasets.Value("int64"),
+        "category": datasets.Value("string"),
+        "source": datasets.Value("string"),
+        "token_ids": datasets.List(datasets.Value("int32")),
+        "loss_mask": datasets.List(datasets.Value("int8")),
+    }
+)
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerSettings:
-    """How answers are made. `answers` is "target" (generated) or "given" (the data set's own)."""
+class Generator(Protocol):
+    """Whoever lets the target answer."""
 
-    answers: str = "target"
-    temperature: float = 0.0
-    top_p: float = 1.0
-    max_new_tokens: int = 128
-    max_prompt_tokens: int = 512
-    chunk_size: int = 32
-    seed: int = 0
+    def describe(self) -> dict[str, Any] | None:
+        """What the answers depend on beside `AnswerSettings`; None for nothing."""
 
-    def __post_init__(self) -> None:
-        if self.answers not in ("target", "given"):
-            raise UserError(f"data.answers.answers is {self.answers!r}: choose target or given.")
-        for name in ("max_new_tokens", "max_prompt_tokens", "chunk_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"data.answers.{name} is {getattr(self, name)}: it must be at least 1.")
-        SamplingParams(self.temperature, top_p=self.top_p)
+    def rows(self, target: Target, prompts: list[Prompt], settings: AnswerSettings, folder: Path) -> Iterable[Row]:
+        """The answers, in the order of `prompts`. What is finished is kept in `folder`."""
+
+    def report(self, folder: Path) -> dict[str, Any]:
+        """What there is to tell of answers that are finished; empty for nothing."""
 
 
-def build_answers(target: Target, prompts: list[Prompt], settings: AnswerSettings, root: Path) -> datasets.Dataset:
+def build_answers(
+    target: Target, prompts: list[Prompt], settings: AnswerSettings, root: Path, generator: Generator | None = None
+) -> datasets.Dataset:
     """Return rows of `token_ids` and `loss_mask` (1 on answer tokens), made now or read from `root`.
 
-    A folder under `root` is named by the fingerprint; it is reused when its manifest matches. Prompts of more than
-    `max_prompt_tokens` are left out and counted. Raises UserError when nothing is left, or the disk refuses.
+    A folder under `root` is named by the fingerprint; it is reused when its manifest matches. Its rows stay on the
+    disk. Without a `generator` the engine answers. Prompts of more than `max_prompt_tokens` are left out and counted.
+    Raises UserError when nothing is left, or the disk refuses.
     """
-    manifest = describe(target, prompts, settings)
+    generator = generator or EngineGenerator()
+    manifest = describe(target, prompts, settings, generator)
     folder = root / f"answers-{fingerprint(manifest)}"
     if (folder / "dataset").exists():
         if not (damaged := damaged_files(folder / "dataset")):
             return _opened(folder, manifest)
         print(f"{str(folder / 'dataset')!r} is damaged ({', '.join(damaged)}), and is made again from what was logged")
     write_text(folder / "manifest.json", json.dumps(manifest, indent=1))
-    make = _given_rows if settings.answers == "given" else _generated_rows
-    rows = make(target, prompts, settings, folder)
-    if not any(sum(row["loss_mask"]) for row in rows):
-        raise UserError("No answer has a single token to learn from: the loss mask is 0 everywhere.")
-    datasets.disable_progress_bars()
-    with atomic_folder(folder / "dataset") as temporary:
-        datasets.Dataset.from_list(rows).save_to_disk(temporary)
-        write_hashes(temporary)
+    if settings.answers == "given":
+        rows: Iterable[Row] = _given_rows(target, prompts, settings)
+    else:
+        rows = generator.rows(target, prompts, settings, folder)
+    _write(folder / "dataset", rows)
+    if settings.answers == "target" and (report := generator.report(folder)):
+        write_text(folder / "manifest.json", json.dumps({**manifest, "report": report}, indent=1))
+        print("answers: " + ", ".join(f"{name} {value}" for name, value in report.items()))
     return _opened(folder, manifest)
+
+
+def _write(folder: Path, rows: Iterable[Row]) -> None:
+    """Write rows as they come: no more than a few are in memory at a time."""
+    datasets.disable_progress_bars()
+    supervised = 0
+    with atomic_folder(folder) as temporary:
+        flat = temporary.with_suffix(".arrow")
+        try:
+            with ArrowWriter(features=_COLUMNS, path=str(flat), writer_batch_size=_WRITTEN_AT_ONCE) as writer:
+                for row in rows:
+                    supervised += sum(row["loss_mask"])
+                    writer.write(row)
+                if supervised:
+                    writer.finalize()
+            if not supervised:
+                raise UserError("No answer has a single token to learn from: the loss mask is 0 everywhere.")
+            datasets.Dataset.from_file(str(flat)).save_to_disk(temporary)
+            write_hashes(temporary)
+        finally:
+            flat.unlink(missing_ok=True)
 
 
 def open_answers(folder: Path, manifest: dict[str, Any] | None = None) -> datasets.Dataset:
@@ -97,11 +124,13 @@ def _opened(folder: Path, manifest: dict[str, Any] | None) -> datasets.Dataset:
     return rows
 
 
-def describe(target: Target, prompts: list[Prompt], settings: AnswerSettings) -> dict[str, Any]:
-    """Everything that the answers depend on."""
+def describe(
+    target: Target, prompts: list[Prompt], settings: AnswerSettings, generator: Generator | None = None
+) -> dict[str, Any]:
+    """Everything that the answers depend on. The engine has no part in it: its answers are what is meant by them."""
     template = getattr(target.tokenizer, "chat_template", None) or ""
     given = settings.answers == "given"
-    asked = json.dumps([[p.turns, p.system, p.continuation, p.answers if given else ()] for p in prompts])
+    asked = json.dumps([_asked(p, given) for p in prompts])
     return {
         "format": FORMAT,
         "target": target.fingerprint,
@@ -111,7 +140,13 @@ def describe(target: Target, prompts: list[Prompt], settings: AnswerSettings) ->
         "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
         "num_prompts": len(prompts),
         "settings": asdict(settings),
+        **({} if given or generator is None or generator.describe() is None else {"generator": generator.describe()}),
     }
+
+
+def _asked(prompt: Prompt, given: bool) -> list[Any]:
+    plain = [prompt.turns, prompt.system, prompt.continuation, prompt.answers if given else ()]
+    return [*plain, *(text for text in (prompt.tools_json, prompt.conversation if given else None) if text)]
 
 
 def fingerprint(manifest: dict[str, Any]) -> str:
@@ -119,85 +154,16 @@ def fingerprint(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def context_ids(target: Target, prompt: Prompt, answers: tuple[str, ...] = ()) -> list[int]:
-    """Token ids that the target reads before it says its next answer."""
-    if prompt.continuation:
-        return target.encode(prompt.turns[0], special_tokens=True)
-    turns = prompt.turns[: len(answers) + 1]
-    return encode_prompt(target, messages_of(turns, answers, prompt.system))
-
-
-def _generated_rows(
-    target: Target, prompts: list[Prompt], settings: AnswerSettings, folder: Path
-) -> list[dict[str, Any]]:
-    """Let the target answer every turn; a later turn's context holds the answers it gave to the earlier ones."""
-    lengths = {p.id: len(context_ids(target, p)) for p in prompts}
-    short = [p for p in prompts if lengths[p.id] <= min(settings.max_prompt_tokens, target.max_positions - 1)]
-    if len(short) < len(prompts):
-        left_out = len(prompts) - len(short)
-        print(f"{left_out} of {len(prompts)} prompts are longer than data.answers.max_prompt_tokens: left out")
-    if not short:
-        raise UserError("Every prompt is longer than data.answers.max_prompt_tokens.")
-    ordered = sorted(short, key=lambda p: (lengths[p.id], p.id))  # neighbours of equal length waste no padding
-    chunks = [ordered[i : i + settings.chunk_size] for i in range(0, len(ordered), settings.chunk_size)]
-
-    def answer(chunk: int) -> list[dict[str, Any]]:
-        return _answer_chunk(target, chunks[chunk], settings)
-
-    with Progress("answers of the target", len(ordered)) as progress:
-
-        def more(chunk: int, made: list[dict[str, Any]]) -> bool:
-            progress.advance(len(chunks[chunk]))
-            return chunk + 1 < len(chunks)
-
-        rows = run_chunks(folder / "answers.jsonl", answer, more)
-    position = {p.id: i for i, p in enumerate(prompts)}
-    return sorted(rows, key=lambda row: (position[row["prompt_id"]], row["turn"]))
-
-
-def _answer_chunk(target: Target, prompts: list[Prompt], settings: AnswerSettings) -> list[dict[str, Any]]:
-    sampling = SamplingParams(settings.temperature, top_p=settings.top_p)
-    decode = DecodeSettings(max_new_tokens=settings.max_new_tokens, sampling=sampling)
-    answers: dict[str, tuple[str, ...]] = {p.id: () for p in prompts}
-    rows = []
-    for turn in range(max(len(p.turns) for p in prompts)):
-        asking = [p for p in prompts if turn < len(p.turns)]
-        contexts = {p.id: context_ids(target, p, answers[p.id]) for p in asking}
-        longest = min(settings.max_prompt_tokens, target.max_positions - 1)
-        asking = [p for p in asking if len(contexts[p.id]) <= longest]
-        if not asking:
-            break
-        seeds = [(int(p.id, 16) + settings.seed * 7919 + turn) % 2**40 for p in asking]
-        made = generate(target, [contexts[p.id] for p in asking], decode, seeds=seeds)
-        for prompt, ids in zip(asking, made.token_ids, strict=True):
-            context = contexts[prompt.id]
-            mask = [0] * len(context) + [1] * len(ids)
-            rows.append(_row(prompt, turn, context + ids, mask))
-            answers[prompt.id] += (target.decode(ids),)
-    return rows
-
-
-def _given_rows(target: Target, prompts: list[Prompt], settings: AnswerSettings, folder: Path) -> list[dict[str, Any]]:
-    rows = []
+def _given_rows(target: Target, prompts: list[Prompt], settings: AnswerSettings) -> Iterator[Row]:
+    """The data set's own answers: in one row as a rule, in several where the template rewrites earlier turns."""
     for prompt in prompts:
-        if not prompt.answers:
+        if not prompt.answers and not prompt.conversation:
             raise UserError(f"data.answers.answers=given, but the prompt {prompt.turns[0][:60]!r} has no answer.")
-        room = target.max_positions
         if prompt.continuation:
             context, said = context_ids(target, prompt), target.encode(prompt.answers[0])[: settings.max_new_tokens]
-            ids, mask = context + said, [0] * len(context) + [1] * len(said)
+            texts = [(context + said, [0] * len(context) + [1] * len(said))]
         else:
-            turns = prompt.turns[: len(prompt.answers)]
-            ids, mask = encode_conversation(target, messages_of(turns, prompt.answers, prompt.system))
-        rows.append(_row(prompt, 0, ids[:room], mask[:room]))
-    return rows
-
-
-def _row(prompt: Prompt, turn: int, token_ids: list[int], loss_mask: list[int]) -> dict[str, Any]:
-    return {
-        "prompt_id": prompt.id,
-        "turn": turn,
-        "category": prompt.category,
-        "token_ids": token_ids,
-        "loss_mask": loss_mask,
-    }
+            texts = encode_conversation(target, prompt.messages, prompt.tools)
+        room = target.max_positions
+        for turn, (ids, mask) in enumerate(texts):
+            yield row_of(prompt, turn, ids[:room], mask[:room])

@@ -6,17 +6,16 @@ deduplication and answering are the same for all of them.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from data.prompt_rows import Prompt, parse_row, read_prompts
 from data.stdlib import documents
 from models.errors import UserError
 from models.target import Target
@@ -27,28 +26,6 @@ if TYPE_CHECKING:
 BUILTIN = Path(__file__).parent / "builtin.jsonl"
 SPLITS = ("train", "validation", "test")
 KINDS = ("code", "docs")  # of the standard library's documents
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What a user asks: chat `turns`, or, where `continuation` is set, plain text to be continued without a template.
-
-    `answers` holds the data set's own answers to the turns, where it has them. `split` is set where the source
-    decides it, as the standard library's documents do.
-    """
-
-    turns: tuple[str, ...]
-    category: str = "all"
-    continuation: bool = False
-    system: str | None = None
-    answers: tuple[str, ...] = ()
-    split: str | None = None
-    id: str = field(init=False, default="")
-
-    def __post_init__(self) -> None:
-        text = json.dumps([" ".join(turn.split()) for turn in self.turns] + [self.continuation, self.system])
-        object.__setattr__(self, "id", hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 class PromptSource(Protocol):
@@ -129,116 +106,151 @@ class PromptFile:
 
 @dataclass(frozen=True, slots=True)
 class HubDataset:
-    """A data set of the Hugging Face hub, or a folder written by `datasets`, with rows as `PromptFile` reads them."""
+    """A data set of the Hugging Face hub, or a folder, with rows as `PromptFile` reads them.
+
+    A folder is one written by `datasets`, or holds JSONL or Parquet files. With `streaming`, rows are read only as far
+    as they are needed and none is kept on the disk; they are shuffled within a buffer of `shuffle_buffer` rows.
+    """
 
     name: str
     split: str = "train"
     subset: str | None = None
+    streaming: bool = False
+    shuffle_buffer: int = 10_000
+
+    def __post_init__(self) -> None:
+        if self.shuffle_buffer < 1:
+            raise UserError(f"data.source.shuffle_buffer is {self.shuffle_buffer}: it must be at least 1.")
 
     def prompts(self, target: Target, count: int, seed: int) -> list[Prompt]:
-        """Rows in a shuffled order, `count` times four at most."""
-        import datasets
-
+        """Rows in a shuffled order, `count` times four at most; of a stream no more than give `count` prompts."""
         try:
-            if Path(self.name).is_dir():
-                rows = datasets.load_from_disk(self.name)
-                rows = rows[self.split] if isinstance(rows, datasets.DatasetDict) else rows
-            else:
-                rows = datasets.load_dataset(self.name, self.subset, split=self.split)
+            rows = self._rows()
+            if self.streaming:
+                rows = rows.shuffle(seed=seed, buffer_size=self.shuffle_buffer)
+                return list(_distinct(islice(rows, 4 * count), self.name, count))
+            rows = rows.shuffle(seed=seed).select(range(min(len(rows), 4 * count)))
+            return [parse_row(row, f"{self.name}, row {index}") for index, row in enumerate(rows)]
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"Cannot load the data set {self.name!r} (split {self.split!r}): {reason}") from error
-        rows = rows.shuffle(seed=seed).select(range(min(len(rows), 4 * count)))
-        return [parse_row(row, f"{self.name}, row {index}") for index, row in enumerate(rows)]
+
+    def _rows(self) -> Any:
+        import datasets
+
+        if any((Path(self.name) / left).exists() for left in ("state.json", "dataset_dict.json")):  # by datasets
+            rows: Any = datasets.load_from_disk(self.name)
+            rows = rows[self.split] if isinstance(rows, datasets.DatasetDict) else rows
+            return rows.to_iterable_dataset() if self.streaming else rows
+        return datasets.load_dataset(self.name, self.subset, split=self.split, streaming=self.streaming)
+
+
+def _distinct(rows: Iterable[Any], name: str, count: int) -> Iterator[Prompt]:
+    """Prompts of rows until `count` are distinct."""
+    seen: set[str] = set()
+    for index, row in enumerate(rows):
+        prompt = parse_row(row, f"{name}, row {index} of the stream")
+        seen.add(prompt.id)
+        yield prompt
+        if len(seen) == count:
+            return
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Prompts of several sources in turn, so that every split holds some of each.
+    """Prompts of several sources, so that every split holds some of each.
 
-    Where a source does not decide the split, its first prompt of every twenty goes to test and the next to validation.
+    With `weights`, every split holds them in just these proportions, to a whole prompt, and so does each part of its
+    order; a source that has too few is an error. Without, sources take turns, and where one has no more the others go
+    on; where a source does not decide the split, its first prompt of every twenty goes to test and the next to
+    validation.
     """
 
     sources: tuple[PromptSource, ...]
+    weights: tuple[float, ...] | None = None
 
-    def prompts(self, target: Target, count: int, seed: int) -> list[Prompt]:
-        """An equal part of `count` from each source, and what else a source gave at the end."""
+    def __post_init__(self) -> None:
         if not self.sources:
             raise UserError("data.source.sources is empty: name at least one source.")
+        if self.weights is not None:
+            if len(self.weights) != len(self.sources):
+                raise UserError(f"data.source.weights has {len(self.weights)} numbers for {len(self.sources)} sources.")
+            if not all(0 < weight < math.inf for weight in self.weights):
+                raise UserError(f"data.source.weights is {list(self.weights)}: each must be above 0.")
+
+    def prompts(self, target: Target, count: int, seed: int) -> list[Prompt]:
+        """A part of `count` from each source, an equal one without weights, and what else a source gave at the end."""
+        if self.weights is not None:
+            dealt = self.deal(target, SplitSizes(count, 0, 0), seed)
+            return dealt["train"]
         part = math.ceil(count / len(self.sources))
-        given = [_decided(source.prompts(target, part, seed)) for source in self.sources]
+        given = [_decided(self._of(index, target, part, seed)) for index in range(len(self.sources))]
         return [prompt for turn in zip_longest(*given) for prompt in turn if prompt is not None]
+
+    def deal(self, target: Target, sizes: SplitSizes, seed: int) -> dict[str, list[Prompt]]:
+        """The splits by weight. Raises UserError that names the source of which there are too few prompts for one."""
+        assert self.weights is not None
+        parts = {split: apportion(getattr(sizes, split), self.weights) for split in SPLITS}
+        dealt: list[dict[str, list[Prompt]]] = []
+        taken: set[str] = set()
+        for index in range(len(self.sources)):
+            own = SplitSizes(**{split: counts[index] for split, counts in parts.items()})
+            found = self._of(index, target, own.total, seed)
+            try:
+                dealt.append(split_prompts((p for p in found if p.id not in taken), own))
+            except UserError as error:
+                raise UserError(f"data.source.sources[{index}] ({self._name(index)}): {error}") from error
+            taken |= {p.id for prompts in dealt[-1].values() for p in prompts}
+        return {split: _in_proportion([part[split] for part in dealt], self.weights) for split in SPLITS}
+
+    def _of(self, index: int, target: Target, count: int, seed: int) -> list[Prompt]:
+        name = f"{index} ({self._name(index)})"
+        return [replace(p, source=name) for p in self.sources[index].prompts(target, count, seed)]
+
+    def _name(self, index: int) -> str:
+        source: Any = self.sources[index]
+        return str(getattr(source, "name", None) or getattr(source, "path", None) or type(source).__name__)
+
+
+def apportion(count: int, weights: tuple[float, ...]) -> list[int]:
+    """`count` in whole parts that are proportional to `weights`, by largest remainders; ties go to the first."""
+    exact = [count * weight / sum(weights) for weight in weights]
+    parts = [math.floor(share) for share in exact]
+    order = sorted(range(len(weights)), key=lambda i: (parts[i] - exact[i], i))
+    for index in order[: count - sum(parts)]:
+        parts[index] += 1
+    return parts
+
+
+def _in_proportion(parts: list[list[Prompt]], weights: tuple[float, ...]) -> list[Prompt]:
+    """All prompts of the parts, the next always of the part that is the furthest behind its share so far."""
+    mixed: list[Prompt] = []
+    given = [0] * len(parts)
+    for _ in range(sum(map(len, parts))):
+        left = [i for i, part in enumerate(parts) if given[i] < len(part)]
+        index = max(left, key=lambda i: (weights[i] / sum(weights) * (len(mixed) + 1) - given[i], -i))
+        mixed.append(parts[index][given[index]])
+        given[index] += 1
+    return mixed
+
+
+def deal(
+    source: PromptSource, target: Target, sizes: SplitSizes, seed: int, wanted: SplitSizes | None = None
+) -> dict[str, list[Prompt]]:
+    """The splits of a source's prompts, as they are for `sizes`, and of those the first that are `wanted`.
+
+    Raises UserError where there are too few for one.
+    """
+    wanted = wanted or sizes
+    if isinstance(source, Mixture) and source.weights is not None:
+        dealt = source.deal(target, sizes, seed)
+        return {split: prompts[: getattr(wanted, split)] for split, prompts in dealt.items()}
+    return split_prompts(source.prompts(target, sizes.total, seed), wanted)
 
 
 def _decided(prompts: list[Prompt]) -> list[Prompt]:
     held_out = {0: "test", 1: "validation"}
     return [replace(p, split=p.split or held_out.get(index % 20, "train")) for index, p in enumerate(prompts)]
-
-
-def read_prompts(path: Path) -> Iterator[Prompt]:
-    """Read a JSONL prompt file. Raises UserError naming file, line and what is missing."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read the prompt file {str(path)!r}: {error}") from error
-    empty = True
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno}).") from error
-        empty = False
-        yield parse_row(row, where)
-    if empty:
-        raise UserError(f"The prompt file {str(path)!r} holds no prompts.")
-
-
-def parse_row(row: Any, where: str) -> Prompt:
-    """Understand one row of any of the known layouts. Raises UserError saying `where` and what is missing."""
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: expected a JSON object, found {type(row).__name__}.")
-    category = str(row.get("category") or "all")
-    if isinstance(row.get("turns"), list):
-        return Prompt(_texts(row["turns"], "turns", where), category)
-    if "prompt" in row:
-        return Prompt(_texts([row["prompt"]], "prompt", where), category)
-    for key, role_key, text_key in (("messages", "role", "content"), ("conversations", "from", "value")):
-        if isinstance(row.get(key), list):
-            return _conversation(row[key], key, role_key, text_key, category, where)
-    raise UserError(
-        f"{where}: no 'prompt', 'turns', 'messages' or 'conversations' (found: {', '.join(row) or 'nothing'})."
-    )
-
-
-def _texts(values: list[Any], key: str, where: str) -> tuple[str, ...]:
-    if not values or not all(isinstance(value, str) and value.strip() for value in values):
-        raise UserError(f"{where}: {key!r} must hold text, and not be empty.")
-    return tuple(values)
-
-
-def _conversation(messages: list[Any], key: str, role_key: str, text_key: str, category: str, where: str) -> Prompt:
-    system: str | None = None
-    said: dict[str, list[str]] = {"user": [], "assistant": []}
-    for index, message in enumerate(messages):
-        at = f"{where}: {key}[{index}]"
-        if not isinstance(message, dict) or role_key not in message or text_key not in message:
-            raise UserError(f"{at} needs {role_key!r} and {text_key!r}.")
-        role = _ROLES.get(str(message[role_key]))
-        if role is None:
-            raise UserError(f"{at}: unknown role {message[role_key]!r}: expected {', '.join(sorted(_ROLES))}.")
-        (text,) = _texts([message[text_key]], text_key, at)
-        if role == "system":
-            system = text
-            continue
-        if len(said["user"]) - len(said["assistant"]) != (role == "assistant"):
-            raise UserError(f"{at}: user and assistant do not take turns.")
-        said[role].append(text)
-    if not said["user"]:
-        raise UserError(f"{where}: {key!r} holds no user turn.")
-    return Prompt(tuple(said["user"]), category, system=system, answers=tuple(said["assistant"]))
 
 
 @dataclass(frozen=True, slots=True)

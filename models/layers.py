@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from typing_extensions import TypedDict
 
+from models import packing
 from models.errors import UserError
 from models.target.target import Target
 
@@ -45,17 +46,19 @@ class UnrolledMemory:
         return key_states, value_states
 
 
-def unrolled_mask(num_rows: int, step: int, device: torch.device) -> Tensor | None:
+def unrolled_mask(num_rows: int, step: int, device: torch.device, segments: Tensor | None = None) -> Tensor | None:
     """What row t reads at training-time step s: step-0 keys of rows ≤ t, and its own row's keys of steps 1 to s.
 
     That is what decoding sees when row t is the last committed one and s tokens were drafted behind it
-    (EAGLE-3, 2503.01840, training-time test). Returns (1, 1, S, (1 + s)·S) bool, or None for the causal step 0.
+    (EAGLE-3, 2503.01840, training-time test). With `segments` (B, S), rows ≤ t of its own text. Returns
+    (B or 1, 1, S, (1 + s)·S) bool, or None for the causal step 0 of rows that hold one text.
     """
-    if step == 0:
+    if step == 0 and segments is None:
         return None
-    causal = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril()
-    own = torch.eye(num_rows, dtype=torch.bool, device=device)
-    return torch.cat([causal] + [own] * step, dim=1)[None, None]
+    causal = torch.ones(1, 1, num_rows, num_rows, dtype=torch.bool, device=device).tril()
+    read = causal if segments is None else packing.attention_mask(segments)
+    own = torch.eye(num_rows, dtype=torch.bool, device=device).expand_as(read)
+    return torch.cat([read] + [own] * step, dim=-1)
 
 
 class LayerSizes(TypedDict, total=False):

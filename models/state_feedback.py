@@ -62,6 +62,11 @@ class FeedbackDrafter(DraftsTrees, nn.Module):
         self.size = target.hidden_size
         self._embedding = (target.embedding,)  # in a tuple, so that it is neither trained nor saved with the drafter
 
+    @property
+    def packs(self) -> bool:
+        """A window of several pairs would reach into the text before."""
+        return self.feature_window == 1
+
     def _settle(self, target: Target) -> None:
         """Go to the target's device, in float32 at least whatever its dtype: small steps would be rounded away."""
         self.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
@@ -117,11 +122,11 @@ class FeedbackDrafter(DraftsTrees, nn.Module):
         """
         memory = UnrolledMemory()
         (past, _), token_ids = self.before(features), features.next_token_ids
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
+        positions = features.positions
         for step in range(num_steps):
             passes, ahead = divmod(step, self.num_future)
             if ahead == 0:
-                mask = unrolled_mask(token_ids.shape[1], passes, token_ids.device)
+                mask = unrolled_mask(token_ids.shape[1], passes, token_ids.device, features.segments)
                 outlook = self.outlook(self.stack(self.fuse(token_ids, past), positions + step, memory, mask))
             hidden = outlook[:, :, ahead]
             yield hidden

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
+from models import packing
 from models.sampling import RequestRandom, SamplingParams
 from models.tree import DynamicTree, StaticTree
 from models.vocab import DraftVocab
@@ -28,11 +30,26 @@ class TargetFeatures:
     next_token_ids: Tensor  # (B, S)
     hidden: Tensor | None  # (B, S, L·D), the captured layers side by side
     lengths: Tensor  # (B,) valid rows, on the host
+    segments: Tensor | None = None  # (B, S) in training: which of a row's texts (`models.packing`); None: there is one
 
     def select(self, rows: list[int]) -> TargetFeatures:
-        """Those of the requests `rows`, in that order."""
+        """Those of the requests `rows`, in that order; there are no packed ones."""
         hidden = None if self.hidden is None else self.hidden[rows]
         return TargetFeatures(self.token_ids[rows], self.next_token_ids[rows], hidden, self.lengths[rows])
+
+    @property
+    def positions(self) -> Tensor:
+        """The place of each row within its text: (1 or B, S)."""
+        if self.segments is not None:
+            return packing.positions(self.segments)
+        return torch.arange(self.token_ids.shape[1], device=self.token_ids.device)[None]
+
+    @property
+    def text_lengths(self) -> Tensor:
+        """How long the text of each row is: (B, 1 or S)."""
+        if self.segments is not None:
+            return packing.text_lengths(self.segments, self.lengths)
+        return self.lengths[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +156,11 @@ def max_depth(drafter: object) -> int | None:
     """
     found: int | None = getattr(drafter, "max_depth", None)
     return found
+
+
+def packs(drafter: object) -> bool:
+    """Whether `unroll` goes by the segments of its features, so that several texts may share a row (its `packs`)."""
+    return bool(getattr(drafter, "packs", False))
 
 
 class TrainableDrafter(Drafter, Protocol):

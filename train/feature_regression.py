@@ -157,5 +157,5 @@ class FeatureRegression(Regime):
         hidden = features.hidden
         generator = torch.Generator(hidden.device).manual_seed(seed)
         uniform = 2 * torch.rand(hidden.shape, generator=generator, device=hidden.device) - 1
-        width = self.noise * 512 / features.lengths.to(hidden.device)[:, None, None]
+        width = self.noise * 512 / features.text_lengths.to(hidden.device)[..., None]
         return replace(features, hidden=hidden + (uniform * width).to(hidden.dtype))

@@ -37,10 +37,11 @@ def moments(batches: StepBatches, device: torch.device, rows: Rows) -> Moments:
     """Of what `rows` reads (M, K) and wants (M, F) of the first batches, some `_ROWS_PER_UNKNOWN` rows for each K."""
     sums: list[Tensor] = []
     count = step = 0
-    while step == 0 or step * batches.batch_size < len(batches.token_ids):
+    while step == 0 or step * batches.batch_size < batches.num_rows:
         made = batches[step]
         hidden = None if made.hidden is None else made.hidden.to(device)
-        x, y = rows(Batch(made.token_ids.to(device), made.loss_mask.to(device), made.lengths, hidden))
+        segments = None if made.segments is None else made.segments.to(device)
+        x, y = rows(Batch(made.token_ids.to(device), made.loss_mask.to(device), made.lengths, hidden, segments))
         more = [part.double() for part in (x.t() @ x, x.t() @ y, y.square().sum(0))]
         sums = [a + b for a, b in zip(sums, more, strict=True)] if sums else more
         count, step = count + len(x), step + 1

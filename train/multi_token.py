@@ -77,7 +77,7 @@ class MultiToken(LawMatching):
         super().on_train_start()
         batches = getattr(self.trainer.train_dataloader, "dataset", None)
         if isinstance(batches, StepBatches):
-            self._batches_per_epoch = len(batches.token_ids) / batches.batch_size
+            self._batches_per_epoch = batches.num_rows / batches.batch_size
 
     def measured(self, stats: Any) -> None:
         self.curriculum.measured(stats)

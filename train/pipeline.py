@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 
 from data.answers import build_answers, context_ids, describe, open_answers
 from data.loader import StepBatches, step_loader
-from data.prompts import Prompt, PromptSource, SplitSizes, split_prompts
+from data.prompts import Prompt, PromptSource, SplitSizes, deal
 from engine.loop import check_prompts, check_settings, generate
 from eval.acceptance import write_report
 from eval.adapted import report
@@ -29,6 +29,7 @@ from models.drafter import accelerate_drafter
 from models.errors import UserError
 from models.files import alone_in, clear_leftovers, explain_disk_errors, write_json, write_text
 from models.target import Target
+from models.types import packs
 from models.vocab import DraftVocab
 from train.backbone import backbone_of
 from train.callbacks import (
@@ -42,10 +43,12 @@ from train.callbacks import (
 from train.checkpoints import read_kept, resume_point, write_kept
 from train.exporting import check_parity, export, export_formats, measure_export, rehearse_formats
 from train.model_card import figures, measured_before, model_card
+from train.regime import Regime
 from train.settings import (
     Options,
     answer_settings,
     check,
+    generator_of,
     instantiate,
     is_trained,
     measured_settings,
@@ -96,6 +99,8 @@ def rehearse(options: Options, target: Target, run: Path) -> None:
         started = _started(options, target, DraftVocab(target.vocab_size, torch.arange(size) if reduced else None))
         rehearse_formats(options, target, started, run)
     module = _training_module(options, target, drafter) if is_trained(options) else None
+    if options["data"]["packing"] and is_trained(options):
+        check_packing(drafter, module)
     if isinstance(module, lightning.LightningModule):
         module.configure_optimizers()
         _trainer(options, target, run, callbacks=[])
@@ -106,6 +111,17 @@ def rehearse(options: Options, target: Target, run: Path) -> None:
             "a folder with trained ones where it reads one (drafter.model.name_or_path=FOLDER or "
             "drafter.model.export=FOLDER), or train it."
         )
+
+
+def check_packing(drafter: Any, module: Any) -> None:
+    """Raise UserError for a drafter, or a training, that would read across the texts of a row."""
+    if not packs(drafter):
+        raise UserError(
+            f"data.packing=true: {type(drafter).__name__}, as it is set, reads across the texts of a row. Use "
+            "data.packing=false."
+        )
+    if not isinstance(module, Regime):
+        raise UserError(f"data.packing=true: {type(module).__name__} has no batches to pack. Use data.packing=false.")
 
 
 def _started(options: Options, target: Target, vocab: DraftVocab) -> Any:
@@ -128,12 +144,12 @@ def prepare_data(options: Options, target: Target) -> Prepared:
     check_prompts(target, [context_ids(target, prompt) for prompt in splits["validation"] + splits["test"]])
     if not is_trained(options):
         return Prepared(None, splits["validation"], splits["test"], None)
-    settings = answer_settings(options)
-    manifest = describe(target, splits["train"], settings)
+    settings, generator = answer_settings(options), generator_of(options)
+    manifest = describe(target, splits["train"], settings, generator)
     if data["reuse"]:
         rows = open_answers(Path(data["reuse"]), manifest)
     else:
-        rows = build_answers(target, splits["train"], settings, Path(data["folder"]))
+        rows = build_answers(target, splits["train"], settings, Path(data["folder"]), generator)
     batches = StepBatches(rows, options["fit"]["batch_size"], data["max_tokens"], options["seed"])
     if batches.truncated:
         print(
@@ -147,10 +163,10 @@ def _splits(options: Options, target: Target) -> dict[str, list[Prompt]]:
     """The run's prompts by what they are for; of a drafter without training only those that it is measured on."""
     sizes = SplitSizes(**options["data"]["sizes"])
     source: PromptSource = instantiate(options["data"]["source"], _convert_="all")
-    prompts = source.prompts(target, sizes.total, options["seed"])
+    wanted = sizes
     if not is_trained(options):
-        sizes = SplitSizes(0, sizes.validation if options["measure"]["validation"] else 0, sizes.test)
-    return split_prompts(prompts, sizes)
+        wanted = SplitSizes(0, sizes.validation if options["measure"]["validation"] else 0, sizes.test)
+    return deal(source, target, sizes, options["seed"], wanted)
 
 
 def build_drafter(options: Options, target: Target, batches: StepBatches | None) -> Any:
@@ -180,6 +196,11 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
     if hasattr(module, "learn"):
         _learn(module, drafter, data.batches, run / "checkpoints" / "learnt.safetensors")
         return None
+    if options["data"]["packing"]:
+        texts = len(data.batches.token_ids)
+        data.batches.pack(module.first_supervised)
+        share = data.batches.row_lengths.mean() / data.batches.max_tokens
+        print(f"{texts} answers are packed into {data.batches.num_rows} rows, which are {share:.0%} full")
     if settings["hidden_states"] == "cached":
         module.cache_states(data.batches, Path(options["data"]["folder"]), per_step)
     checkpoints = run / "checkpoints"

@@ -82,6 +82,15 @@ class Regime(lightning.LightningModule):
         return self._target[0]
 
     @property
+    def first_supervised(self) -> int:
+        """The place in a text of the first token that a row of the same text is ever about, at all steps.
+
+        A token before it may be supervised in a text that begins its row alone: in others, rows of the text before
+        would be about it.
+        """
+        return int(getattr(self, "num_steps", 1)) + 1
+
+    @property
     def trains_target(self) -> bool:
         """Whether the target is trained at present."""
         return any(parameter.requires_grad for parameter in self.target_parameters)
@@ -91,7 +100,7 @@ class Regime(lightning.LightningModule):
         steps = self.backbone.first_joint_step(self.max_steps)
         batches.cache, batches.cached_steps = None, len(batches)
         if self.capture_layers and steps:
-            batches.cache = FeatureCache.build(self.target.original, batches.token_ids, self.capture_layers, root)
+            batches.cache = FeatureCache.build(self.target.original, list(batches.token_ids), self.capture_layers, root)
         if not self.backbone.frozen:
             batches.cached_steps = steps * batches_per_step
 
@@ -177,7 +186,8 @@ class Regime(lightning.LightningModule):
         target: Any = self.target if self.trains_target else self.target.original
         learning = target.learning(self.seed * 1_000_003 + self._step) if self.trains_target else torch.no_grad()
         with learning, torch.autocast(batch.token_ids.device.type, enabled=False):
-            return batch._replace(hidden=target(batch.token_ids, capture_layers=self.capture_layers).hidden)
+            read = target(batch.token_ids, capture_layers=self.capture_layers, segments=batch.segments)
+            return batch._replace(hidden=read.hidden)
 
     def features(self, batch: Batch) -> tuple[TargetFeatures, Tensor | None]:
         """What the drafter reads of a batch, and the states (B, S, D) that the target's head reads, if asked for.
@@ -191,7 +201,7 @@ class Regime(lightning.LightningModule):
         if hidden is not None and self._num_read < len(self.capture_layers):
             read = hidden.chunk(len(self.capture_layers), dim=-1)[: self._num_read]
             hidden = torch.cat(read, dim=-1) if read else None
-        return TargetFeatures(batch.token_ids, following, hidden, batch.lengths), last
+        return TargetFeatures(batch.token_ids, following, hidden, batch.lengths, batch.segments), last
 
     def _last(self, hidden: Tensor | None) -> Tensor:
         """The states that the head reads (B, S, D), of the captured ones (B, S, L·D)."""
@@ -211,7 +221,7 @@ class Regime(lightning.LightningModule):
             true = rows.detach()
             if self.base.reads_target:
                 with torch.no_grad():
-                    true = original(batch.token_ids).last[:, :-1][supervised]
+                    true = original(batch.token_ids, segments=batch.segments).last[:, :-1][supervised]
 
             def row_loss(hidden: Tensor, which: slice) -> Tensor:
                 assert self.base is not None

@@ -10,7 +10,7 @@ from typing import Any
 import hydra.errors
 import hydra.utils
 
-from data.answers import AnswerSettings, fingerprint
+from data.answers import AnswerSettings, Generator, fingerprint
 from data.prompts import SplitSizes
 from engine.draft_length import CostAware
 from engine.options import CALIBRATED, decode_settings, describe_tree, read_tree
@@ -48,6 +48,12 @@ def answer_settings(options: Options) -> AnswerSettings:
         return AnswerSettings(**options["data"]["answers"], seed=options["seed"])
     except TypeError as error:
         raise UserError(f"data.answers: {error}.") from error
+
+
+def generator_of(options: Options) -> Generator:
+    """Who makes the answers. Raises UserError for unknown or senseless settings of it."""
+    generator: Generator = instantiate(options["data"]["generator"])
+    return generator
 
 
 def with_tree(options: Options) -> Options:
@@ -175,6 +181,9 @@ def check(options: Options) -> None:
                 "give it decode.draft_length.cost, or measure the export with it (eval/acceptance.py)."
             )
     answer_settings(options)
+    generator_of(options)
+    if not isinstance(options["data"]["packing"], bool):
+        raise UserError(f"data.packing is {options['data']['packing']!r}: it must be true or false.")
     planned_tree(options)
     backbone = backbone_of(options["drafter"]["training"])
     if backbone.by == "full" and options["draft_vocab_size"] is not None:
@@ -258,4 +267,9 @@ def _fixed(options: Options) -> Options:
         del fixed["init_from"]  # a run from nothing is the same one as before there was this setting
     if fixed.get("source_format", 0) is None:
         del fixed["source_format"]
-    return fixed
+    data = dict(fixed["data"])
+    how = generator_of({"data": data}).describe() if "generator" in data else None
+    if not data.get("packing"):
+        data.pop("packing", None)
+    data.pop("generator", None)  # where a server is, and how often it is asked again, changes no answer
+    return {**fixed, "data": data if how is None else {**data, "generator": how}}

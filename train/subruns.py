@@ -102,12 +102,12 @@ def check_measured(run: Path, measure: dict[str, Any]) -> None:
 
 def measured_prompts(options: dict[str, Any], target: Target) -> list[Prompt]:
     """The prompts that a run with these options is measured on."""
-    from data.prompts import SplitSizes, split_prompts
+    from data.prompts import SplitSizes, deal
     from train.settings import instantiate
 
     sizes = SplitSizes(**options["data"]["sizes"])
     source = instantiate(options["data"]["source"], _convert_="all")
-    found = split_prompts(source.prompts(target, sizes.total, options["seed"]), sizes)["test"]
+    found = deal(source, target, sizes, options["seed"])["test"]
     return found[: options["measure"]["num_prompts"]]
 
 

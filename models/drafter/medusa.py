@@ -59,6 +59,8 @@ class MedusaDrafter(DraftsTrees, nn.Module):
     1.
     """
 
+    packs = True
+
     def __init__(
         self,
         target: Target,

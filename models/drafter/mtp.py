@@ -63,6 +63,8 @@ class SequentialMTP(MultiTokenDrafter):
     `rope_parameters` and `rms_norm_eps` are for checkpoints that were trained elsewhere.
     """
 
+    packs = True
+
     def __init__(
         self,
         target: Target,
@@ -112,12 +114,12 @@ class SequentialMTP(MultiTokenDrafter):
         The last s rows of step s have no token x_{t+1+s}, and repeat the last one.
         """
         hidden, token_ids = self.read(features.hidden), features.next_token_ids
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
+        positions = features.positions
         for step in range(num_steps):
             again = max(0, step - len(self.blocks) + 1)  # how often the last block was applied before
             if again == 0:
                 memory = UnrolledMemory()
-            mask = unrolled_mask(token_ids.shape[1], again, token_ids.device)
+            mask = unrolled_mask(token_ids.shape[1], again, token_ids.device, features.segments)
             embedded = self.embed_rows(token_ids, positions + step)
             hidden = self.block(step).step(embedded, hidden, positions + step, memory, mask)
             yield hidden

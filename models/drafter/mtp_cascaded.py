@@ -17,7 +17,16 @@ from transformers import LlamaConfig
 from typing_extensions import Unpack
 
 from models.errors import UserError
-from models.layers import MLP, DecoderStack, LayerSizes, RMSNorm, UnrolledMemory, layer_config, moved_up
+from models.layers import (
+    MLP,
+    DecoderStack,
+    LayerSizes,
+    RMSNorm,
+    UnrolledMemory,
+    layer_config,
+    moved_up,
+    unrolled_mask,
+)
 from models.multi_token import InputFusion, MultiTokenDrafter, MultiTokenState
 from models.target import Target
 from models.tree_drafting import Expander
@@ -69,6 +78,8 @@ class CascadedMTP(MultiTokenDrafter):
     A head's attention has `attention_heads` heads and `attention_size` numbers, its MLP `head_intermediate_size`.
     """
 
+    packs = True
+
     def __init__(
         self,
         target: Target,
@@ -101,8 +112,8 @@ class CascadedMTP(MultiTokenDrafter):
 
     def trunk(self, features: TargetFeatures) -> Tensor:
         """What all heads read: (B, S, D)."""
-        positions = torch.arange(features.token_ids.shape[1], device=features.token_ids.device)[None]
-        return self.stack(self._fused(features), positions, UnrolledMemory(), None)
+        mask = unrolled_mask(features.token_ids.shape[1], 0, features.token_ids.device, features.segments)
+        return self.stack(self._fused(features), features.positions, UnrolledMemory(), mask)
 
     def ahead(self, trunk: Tensor, features: TargetFeatures, step: int) -> Tensor:
         """The states (B, S, D) of head `step`, the last one for all that come after it.

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from typing_extensions import Unpack
 
 from models.errors import UserError
-from models.layers import DecoderStack, LayerSizes, Memory, RMSNorm, UnrolledMemory, layer_config
+from models.layers import DecoderStack, LayerSizes, Memory, RMSNorm, UnrolledMemory, layer_config, unrolled_mask
 from models.multi_token import InputFusion, LayersFrom, MultiTokenDrafter, MultiTokenState
 from models.target import Target
 from models.tree_drafting import Expander
@@ -40,6 +39,8 @@ class ParallelHead(nn.Module):
 
 class ParallelMTP(MultiTokenDrafter):
     """`num_heads` heads of `num_layers` decoder layers each. Sizes left at None are the target's."""
+
+    packs = True
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class ParallelMTP(MultiTokenDrafter):
 
     def ahead(self, trunk: Tensor, features: TargetFeatures, step: int) -> Tensor:
         """The states (B, S, D) of head `step`, the last one for all that come after it."""
-        positions = torch.arange(trunk.shape[1], device=trunk.device)[None]
-        return self.heads[min(step, len(self.heads) - 1)](trunk, positions, UnrolledMemory(), None)
+        mask = unrolled_mask(trunk.shape[1], 0, trunk.device, features.segments)
+        return self.heads[min(step, len(self.heads) - 1)](trunk, features.positions, UnrolledMemory(), mask)
 
     def unroll(self, features: TargetFeatures, num_steps: int) -> Iterator[Tensor]:
         """Yield the states (B, S, D) of head 0, 1, ..: row t of head s is about x_{t+2+s}."""

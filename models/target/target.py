@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from models import tree
+from models import packing, tree
 from models.cache import KVCache
 from models.errors import UserError
 from models.linear import accelerate
@@ -148,11 +148,16 @@ class Target(nn.Module):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | dict[str, Tensor] | None = None,
         cache: KVCache | None = None,
+        segments: Tensor | None = None,
     ) -> TargetOutput:
         """Run the model over token_ids (B, S) without its head.
 
-        Without a mask, attention is causal: rows padded on the right do not disturb the ones before them.
+        Without a mask, attention is causal: rows padded on the right do not disturb the ones before them. `segments`
+        (B, S) tell which of several texts in a row each token is of (`models.packing`), in place of positions and mask.
         """
+        if segments is not None:
+            masks = {kind: packing.attention_mask(segments, window) for kind, window in self._windows.items()}
+            position_ids, attention_mask = packing.positions(segments), self._as_read(masks)
         wanted = [self.layer_index(layer) for layer in capture_layers]
         if self._lean is not None and not isinstance(attention_mask, dict):
             last, captured = self._lean(
@@ -250,6 +255,10 @@ class Target(nn.Module):
             )
             for kind, window in self._windows.items()
         }
+        return self._as_read(masks)
+
+    def _as_read(self, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        """Masks (B, 1, Q, W) bool by the kind of attention, as the model reads them."""
         if self.config._attn_implementation == "eager":  # adds the mask to the scores
             lowest = torch.finfo(self.dtype).min
             masks = {k: torch.zeros_like(m, dtype=self.dtype).masked_fill_(~m, lowest) for k, m in masks.items()}

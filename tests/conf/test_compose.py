@@ -83,6 +83,20 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         ),
         (["+drafter=eagle", "+adaptation=replay", "adaptation.stream=shft"], "choose shift, instructions, hostile or"),
         (["+drafter=eagle", "+adaptation=replay", "adaptation.guard.every=0"], "adaptation.guard.every is 0"),
+        (["+drafter=eagle", "data.generator=opnai"], "data/generator 'opnai' does not exist. Did you mean 'openai'?"),
+        (
+            ["+drafter=eagle", "data.generator=openai", "data.generator.base_url=here"],
+            "'here' is no address of a server: write http://HOST:PORT/v1.",
+        ),
+        (["+drafter=eagle", "data.packing=yes"], "data.packing is 'yes': it must be true or false."),
+        (
+            ["+drafter=dflash", "data.packing=true"],
+            "data.packing=true: DFlashDrafter, as it is set, reads across the texts of a row.",
+        ),
+        (
+            ["+drafter=eagle_window", "data.packing=true"],
+            "data.packing=true: EagleDrafter, as it is set, reads across the texts of a row.",
+        ),
         (["+drafter=eagle", "data=self_synthesis"], "Target 'tiny' has no chat template"),
         (["+drafter=eagle", "data=file", "data.source.path=no.jsonl"], "Cannot read the prompt file 'no.jsonl'"),
     ],

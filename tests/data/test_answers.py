@@ -1,18 +1,22 @@
 """Answers of the target: what a row holds, that a kill loses nothing finished, and that stale ones are refused."""
 
+import json
+import tracemalloc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from data import answers
+from data import answers, engine_generator
 from data.answers import AnswerSettings, build_answers, context_ids, describe, open_answers
-from data.prompts import Prompt
+from data.prompts import Prompt, parse_row
 from engine.loop import generate
 from engine.settings import DecodeSettings
 from models.errors import UserError
 from models.target import Target
-from tests.data.test_template import PLAIN, with_template
+from tests.data.test_template import FORGETFUL, PLAIN, TALKS, TOOLS, with_template
 
 PROMPTS = [
     Prompt((text,), continuation=True)
@@ -44,7 +48,7 @@ def test_finished_answers_are_reused_and_a_kill_between_chunks_changes_nothing(
             raise KeyboardInterrupt
         return generate(*args, **kwargs)
 
-    monkeypatch.setattr(answers, "generate", counted)
+    monkeypatch.setattr(engine_generator, "generate", counted)
     with pytest.raises(KeyboardInterrupt):
         build_answers(tiny, PROMPTS, sampled, tmp_path / "killed")
     assert build_answers(tiny, PROMPTS, sampled, tmp_path / "killed").to_list() == whole
@@ -117,3 +121,51 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(
     assert "1 of 7 prompts are longer" in capsys.readouterr().out
     with pytest.raises(UserError, match="Every prompt is longer"):
         build_answers(tiny, [long], settings, tmp_path)
+
+
+def test_given_answers_that_a_template_forgets_make_a_row_each(tiny: Target, tmp_path: Path) -> None:
+    target, settings = with_template(tiny, FORGETFUL), replace(SETTINGS, answers="given")
+    prompt = Prompt(("a?", "b?"), answers=("x.", "y."))
+    rows = build_answers(target, [prompt], settings, tmp_path).to_list()
+    assert [(row["prompt_id"], row["turn"]) for row in rows] == [(prompt.id, 0), (prompt.id, 1)]
+    said = [[t for t, m in zip(row["token_ids"], row["loss_mask"], strict=True) if m] for row in rows]
+    assert [target.decode(ids) for ids in said] == ["x.\n", "y.\n"]
+    assert target.decode(rows[1]["token_ids"]) == "<user>a?\n\n<user>b?\n<assistant>y.\n"
+
+
+def test_tools_are_told_and_calls_are_given(tiny: Target, tmp_path: Path) -> None:
+    shown = "{% if tools %}{{ tools | tojson }}{% endif %}"
+    calls = PLAIN.replace("m['content']", "(m['tool_calls'] | tojson if m['tool_calls'] else m['content'])")
+    target = with_template(tiny, shown + calls)
+    row = {"messages": TALKS["tools"], "tools": TOOLS}
+    prompt = parse_row(row, "here")
+    (asked,) = build_answers(target, [prompt], SETTINGS, tmp_path / "target").to_list()
+    context = [t for t, m in zip(asked["token_ids"], asked["loss_mask"], strict=True) if not m]
+    system = "<system>look things up\n"
+    assert target.tokenizer.decode(context) == f"{json.dumps(TOOLS)}{system}<user>a?\n<assistant>"
+    settings = replace(SETTINGS, answers="given")
+    (given,) = build_answers(target, [prompt], settings, tmp_path / "given").to_list()
+    said = [t for t, m in zip(given["token_ids"], given["loss_mask"], strict=True) if m]
+    called = json.dumps(TALKS["tools"][2]["tool_calls"])
+    assert target.tokenizer.decode(said) == f"{called}<|endoftext|>the a is 1<|endoftext|>"
+    for changed in ({**row, "tools": []}, {**row, "messages": [*TALKS["tools"][:4], TALKS["one turn"][1]]}):
+        assert describe(target, [parse_row(changed, "here")], settings) != describe(target, [prompt], settings)
+
+
+def test_rows_go_from_disk_to_disk(tmp_path: Path) -> None:
+    """Two thousand rows are written with the memory of a hundred."""
+    length = 1000
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for index in range(2000):
+            ids = [index] * length
+            yield answers.row_of(PROMPTS[0], index, ids, [0] * (length - 1) + [1])
+
+    tracemalloc.start()
+    answers._write(tmp_path / "dataset", rows())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 * length * 400  # a row's two lists hold 16 bytes for each token
+    found = answers.datasets.load_from_disk(str(tmp_path / "dataset"))
+    assert len(found) == 2000 and found[1234]["token_ids"] == [1234] * length
+    assert [path.name for path in tmp_path.iterdir()] == ["dataset"]

@@ -1,6 +1,9 @@
+import tracemalloc
 from pathlib import Path
 
 import datasets
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -77,6 +80,54 @@ def test_what_is_cut_is_counted_and_hopeless_masks_are_refused() -> None:
 def test_token_counts_count_answers_only() -> None:
     batches = StepBatches(rows_of([5, 3]), 1, 8, 0)  # rows 0 1 [2 3 4] and 7 8 [9]
     assert batches.token_counts(12).tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0]
+
+
+def test_a_hopeless_source_of_a_mixture_is_named() -> None:
+    good, bad = rows_of([5, 8]).to_list(), rows_of([5, 6], prompt=0).to_list()
+    mixed = [{**row, "source": "0 (good)"} for row in good] + [{**row, "source": "1 (bad.jsonl)"} for row in bad]
+    with pytest.raises(UserError, match=r"is 1 everywhere in the source 1 \(bad\.jsonl\)"):
+        StepBatches(datasets.Dataset.from_list(mixed), 1, 8, 0)
+    late = [{**row, "source": "1 (late)"} for row in rows_of([9, 9], prompt=8).to_list()]
+    mixed = [{**row, "source": "0 (good)"} for row in good] + late
+    with pytest.raises(UserError, match=r"is 0 everywhere in the source 1 \(late\)"):
+        StepBatches(datasets.Dataset.from_list(mixed), 1, 8, 0)
+    assert StepBatches(datasets.Dataset.from_list(mixed), 1, 9, 0).dropped == 0
+
+
+def test_selected_and_shuffled_rows_are_those_of_the_data_set(tmp_path: Path) -> None:
+    rows = rows_of([5, 3, 8, 4, 7, 6])
+    rows.save_to_disk(tmp_path, num_shards=3)
+    for found in (rows, datasets.load_from_disk(str(tmp_path))):
+        for some in (found, found.select([4, 0, 2]), found.select(range(1, 5)), found.shuffle(seed=1)):
+            batches = StepBatches(some, 1, 6, 0)
+            assert list(batches.token_ids) == [ids[:6] for ids in some["token_ids"]]
+            assert list(batches.loss_mask) == [mask[:6] for mask in some["loss_mask"]]
+            assert batches.token_ids[1:3] == list(batches.token_ids)[1:3]
+            assert batches.token_ids.lengths.tolist() == [len(ids) for ids in batches.token_ids]
+
+
+def test_rows_stay_on_the_disk(tmp_path: Path) -> None:
+    """The memory model: some 30 bytes for a row, however long it is, and a batch."""
+    num_rows, length = 20_000, 400
+    offsets = pa.array(np.arange(num_rows + 1, dtype=np.int32) * length)
+    ids = np.random.default_rng(0).integers(0, 50, num_rows * length, dtype=np.int32)
+    masks = np.tile(np.arange(length) >= 100, num_rows).astype(np.int8)
+    columns = {"token_ids": ids, "loss_mask": masks}
+    table = pa.table({name: pa.ListArray.from_arrays(offsets, pa.array(all)) for name, all in columns.items()})
+    datasets.Dataset(datasets.table.InMemoryTable(table)).save_to_disk(tmp_path)
+    rows = datasets.load_from_disk(str(tmp_path))
+    tracemalloc.start()
+    batches = StepBatches(rows, batch_size=4, max_tokens=300, seed=0)
+    found = [batches[step] for step in range(8)]
+    counts = batches.token_counts(50)
+    now, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert now < 40 * num_rows and peak < 5 * num_rows * length / 2  # a token and its mask are 5 bytes
+    assert not batches.token_ids.array(7).flags.owndata
+    row = int(batches._order[0])
+    assert found[0].token_ids[0].tolist() == ids[row * length : row * length + 300].tolist()
+    learnt = ids.reshape(num_rows, length)[:, 100:300]
+    assert counts.tolist() == np.bincount(learnt.ravel(), minlength=50).tolist()
 
 
 def test_cached_states_are_the_targets_own_and_survive_a_restart(tiny: Target, tmp_path: Path) -> None:

@@ -1,17 +1,23 @@
 import json
 from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
+import datasets
 import pytest
 
+from data import prompts as sources
 from data.prompts import (
     BUILTIN,
+    HubDataset,
     Mixture,
     Prompt,
     PromptFile,
     SplitSizes,
     StandardLibrary,
+    apportion,
+    deal,
     parse_row,
     read_prompts,
     split_prompts,
@@ -171,3 +177,96 @@ def test_a_mixture_deals_every_source_to_every_split(tiny: Target) -> None:
     assert {p.split for p in dealt["validation"]} == {"validation"}
     with pytest.raises(UserError, match="name at least one source"):
         Mixture(()).prompts(tiny, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "weights", "parts"),
+    [(10, (1, 1), [5, 5]), (10, (3, 1), [8, 2]), (7, (1, 1, 1), [3, 2, 2]), (0, (2, 1), [0, 0]), (1, (1, 9), [0, 1])],
+)
+def test_whole_parts_are_the_nearest_to_the_weights(count: int, weights: tuple[float, ...], parts: list[int]) -> None:
+    assert apportion(count, weights) == parts
+    assert sum(parts) == count
+
+
+@pytest.mark.parametrize("weights", [(3.0, 1.0), (0.2, 0.5, 0.3), (5.0, 1.0, 1.0)])
+def test_weights_hold_in_every_split_and_at_every_place(tiny: Target, weights: tuple[float, ...]) -> None:
+    given = [
+        _Given(tuple(Prompt((f"{name}{i}",), name, split=SPLITS[i % 3] if name == "b" else None) for i in range(400)))
+        for name in "abc"[: len(weights)]
+    ]
+    sizes = SplitSizes(train=100, validation=10, test=20)
+    mixture = Mixture(tuple(given), weights)
+    dealt = deal(mixture, tiny, sizes, 0)
+    shares = [weight / sum(weights) for weight in weights]
+    for split, prompts in dealt.items():
+        size = getattr(sizes, split)
+        assert len(prompts) == len({p.id for p in prompts}) == size
+        for name, share in zip("abc", shares, strict=False):
+            so_far = accumulate(int(p.category == name) for p in prompts)
+            assert all(abs(found - share * (i + 1)) < 1 for i, found in enumerate(so_far))
+            assert abs(sum(p.category == name for p in prompts) - share * size) < 1
+    assert {p.source for p in dealt["train"]} == {f"{i} (_Given)" for i in range(len(weights))}
+    assert deal(mixture, tiny, sizes, 0) == dealt
+    untrained = deal(mixture, tiny, sizes, 0, SplitSizes(0, 0, 20))
+    assert untrained == {"train": [], "validation": [], "test": dealt["test"]}
+    assert mixture.prompts(tiny, 40, 0) == deal(mixture, tiny, SplitSizes(40, 0, 0), 0)["train"]
+
+
+def test_a_prompt_of_two_sources_is_the_first_ones(tiny: Target) -> None:
+    shared = tuple(Prompt((f"{i}",)) for i in range(10))
+    mixture = Mixture((_Given(shared), _Given(shared[:5] + tuple(Prompt((f"b{i}",)) for i in range(5)))), (1, 1))
+    dealt = deal(mixture, tiny, SplitSizes(10, 0, 0), 0)["train"]
+    assert len({p.id for p in dealt}) == 10
+    assert [p.turns[0] for p in dealt if p.source.startswith("1")] == [f"b{i}" for i in range(5)]
+
+
+def test_a_mixture_names_the_source_that_has_too_few(tiny: Target) -> None:
+    few = _Given(tuple(Prompt((f"{i}",)) for i in range(9)))
+    many = _Given(tuple(Prompt((f"m{i}",)) for i in range(90)))
+    with pytest.raises(UserError, match=r"sources\[1\] \(_Given\): The source gave 9 .*'train', which wants 10"):
+        deal(Mixture((many, few), (3, 1)), tiny, SplitSizes(40, 0, 0), 0)
+    with pytest.raises(UserError, match=r"weights has 1 numbers for 2 sources"):
+        Mixture((many, few), (3,))
+    with pytest.raises(UserError, match=r"weights is \[1, 0\]: each must be above 0"):
+        Mixture((many, few), (1, 0))
+
+
+def shards(folder: Path, rows: int) -> str:
+    """Prompts in JSONL files of a hundred."""
+    folder.mkdir()
+    for first in range(0, rows, 100):
+        lines = [json.dumps({"prompt": f"number {i // 2}"}) for i in range(first, min(rows, first + 100))]
+        (folder / f"{first:04d}.jsonl").write_text("\n".join(lines))
+    return str(folder)
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["files", "saved by datasets"])
+def test_a_stream_is_read_only_as_far_as_prompts_are_needed(
+    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    name = shards(tmp_path / "rows", 600)
+    if saved:
+        datasets.load_dataset(name, split="train", cache_dir=str(tmp_path / "cache")).save_to_disk(tmp_path / "saved")
+        name = str(tmp_path / "saved")
+    read = []
+
+    def counted(row, where):
+        read.append(where)
+        return parse_row(row, where)
+
+    monkeypatch.setattr(sources, "parse_row", counted)
+    source = HubDataset(name, streaming=True, shuffle_buffer=50)
+    found = source.prompts(tiny, 40, seed=1)
+    assert len({p.id for p in found}) == 40 and 40 <= len(found) == len(read) <= 80
+    assert [p.turns for p in found] != sorted(p.turns for p in found)
+    assert source.prompts(tiny, 40, seed=1) == found
+    assert source.prompts(tiny, 40, seed=2) != found
+    everything = HubDataset(name, streaming=True, shuffle_buffer=50).prompts(tiny, 1000, seed=1)
+    assert len(everything) == 600 and len({p.id for p in everything}) == 300
+
+
+def test_a_stream_that_is_not_there_is_said(tiny: Target, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Cannot load the data set"):
+        HubDataset(str(tmp_path), streaming=True).prompts(tiny, 4, 0)
+    with pytest.raises(UserError, match=r"shuffle_buffer is 0: it must be at least 1"):
+        HubDataset("x", streaming=True, shuffle_buffer=0)

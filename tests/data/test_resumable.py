@@ -1,10 +1,12 @@
 import errno
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from data.resumable import run_chunks
+from data.resumable import LoggedRows, run_chunks, run_keyed
 from models.errors import UserError
 from models.files import atomic_folder, explain_disk_errors, write_text
 
@@ -38,6 +40,79 @@ def test_finished_chunks_are_never_done_again(tmp_path: Path) -> None:
     assert calls == [0, 1, 2, 2, 3]
     assert rows == [row for chunk in range(4) for row in rows_of(chunk)]
     assert told == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+def keyed(log: Path, keys: str, work, workers: int = 3) -> tuple[LoggedRows, list[int]]:
+    counted: list[int] = []
+    event = threading.Event()
+    logged = run_keyed(log, list(keys), work, workers=workers, stopping=event, done=counted.append)
+    assert event.is_set()
+    return logged, counted
+
+
+def test_named_pieces_may_finish_in_any_order_and_are_read_in_the_order_asked_for(tmp_path: Path) -> None:
+    last_done = threading.Event()
+
+    def work(key: str) -> list[dict[str, str]]:
+        if key == "c":
+            last_done.set()
+        assert last_done.wait(10)  # a and b, begun before it, do not finish before it
+        return [{"said": key}, {"said": key * 2}]
+
+    logged, counted = keyed(tmp_path / "a" / "log.jsonl", "abcd", work)
+    assert [[row["said"] for row in rows] for rows in logged.read(["d", "a"])] == [["d", "dd"], ["a", "aa"]]
+    assert sorted(logged.keys) == list("abcd") and "e" not in logged
+    assert counted[0] == 0 and sum(counted) == 4
+    again, counted = keyed(tmp_path / "a" / "log.jsonl", "abcd", lambda key: pytest.fail(key))
+    assert (again.keys, counted) == (logged.keys, [4])
+
+
+def test_an_error_in_one_piece_ends_the_others_and_loses_none_that_was_finished(tmp_path: Path) -> None:
+    log, calls = tmp_path / "log.jsonl", []
+
+    def work(key: str) -> list[dict[str, str]]:
+        calls.append(key)
+        if key == "b" and calls.count("b") == 1:
+            while log.read_bytes().count(b"\n") < 2:  # until a and c are written
+                time.sleep(0.01)
+            raise UserError("no more")
+        return [{"said": key}]
+
+    with pytest.raises(UserError, match="no more"):
+        keyed(log, "abc", work, workers=2)
+    assert sorted(LoggedRows(log).keys) == ["a", "c"]
+    logged, counted = keyed(log, "abc", work, workers=2)
+    assert sorted(logged.keys) == ["a", "b", "c"] and counted == [2, 1]
+    assert sorted(calls) == ["a", "b", "b", "c"]
+
+
+def test_an_interruption_loses_none_that_was_finished(tmp_path: Path) -> None:
+    log, before = tmp_path / "log.jsonl", threading.active_count()
+
+    def done(count: int) -> None:
+        while count and threading.active_count() > before:  # until the others have handed theirs in
+            time.sleep(0.01)
+        if count:
+            raise KeyboardInterrupt
+
+    def work(key: str) -> list[dict[str, str]]:
+        while key != "a" and not log.read_bytes():  # until a is written
+            time.sleep(0.01)
+        return [{"said": key}]
+
+    with pytest.raises(KeyboardInterrupt):
+        run_keyed(log, list("abc"), work, workers=3, stopping=threading.Event(), done=done)
+    assert sorted(LoggedRows(log).keys) == list("abc")
+
+
+def test_a_cut_line_of_named_pieces_is_done_again(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    keyed(log, "abc", lambda key: [{"said": key}], workers=1)
+    whole = log.read_bytes()
+    log.write_bytes(whole[:-4])
+    calls: list[str] = []
+    keyed(log, "abc", lambda key: calls.append(key) or [{"said": key}], workers=1)
+    assert (calls, log.read_bytes()) == (["c"], whole)
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20])
