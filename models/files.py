@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.errors import UserError
+
+_TEMPORARY = re.compile(r"\..+\.\d+\.(tmp|old)")  # names that are written to here, and replaced ones
 
 
 def cache_folder() -> Path:
@@ -84,6 +87,14 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def remove_temporaries(*folders: Path) -> None:
+    """Delete what processes that were killed left in folders half written; nobody else may be at work there."""
+    for path in (path for folder in folders if folder.is_dir() for path in folder.iterdir()):
+        if _TEMPORARY.fullmatch(path.name):
+            with explain_disk_errors(path):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,12 +11,12 @@ import pytest
 
 from conf.compose import ROOT
 from models.errors import UserError
-from models.files import alone_in
+from models.files import alone_in, remove_temporaries
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from models.files import alone_in
+from models.files import alone_in, remove_temporaries
 with alone_in(Path(sys.argv[1])):
     print("in", flush=True)
     time.sleep(60)
@@ -40,3 +40,16 @@ def test_another_process_is_kept_out_until_the_first_is_gone(tmp_path: Path) -> 
     for _ in range(2):  # a lock is not left behind, neither by a kill nor by an end
         with alone_in(folder):
             assert not folder.exists()
+
+
+def test_what_a_killed_process_left_half_written_goes(tmp_path: Path) -> None:
+    (tmp_path / ".000001.4711.tmp").mkdir()
+    (tmp_path / ".000001.4711.tmp" / "model.safetensors").write_text("")
+    (tmp_path / ".000002.4711.old").mkdir()
+    (tmp_path / ".00000007.safetensors.4711.tmp").write_text("")
+    kept = [".gitignore", ".note.tmp", "records.4711.tmp", "00000007.safetensors"]
+    for name in kept:
+        (tmp_path / name).write_text("")
+    (tmp_path / ".current.4711.tmp").symlink_to("00000007.safetensors")
+    remove_temporaries(tmp_path, tmp_path / "nowhere")
+    assert {path.name for path in tmp_path.iterdir()} == set(kept)
