@@ -45,7 +45,7 @@ def pre_adapt_export(options: dict[str, Any]) -> dict[str, tuple[float, float]]:
     settings, sections = read(MetaSettings, options["meta"], "meta"), sections_of(given)
     if given["lora"] is not None:
         raise UserError("adaptation.lora is for train/adapt.py: a start is learnt in all weights, so leave it null.")
-    output = output_of(options["output"] or source.resolve().parent / f"meta-{settings.by}", source, "meta")
+    output = output_of(options["output"] or source.parent / f"meta-{settings.by}", source, "meta")
     module = detect(source)
     described = module.read(source.resolve())
     target = load_target(**target_options(described, options["target"], source))

@@ -8,7 +8,7 @@ import hydra
 import pytest
 
 from conf.compose import ROOT, plain
-from data import prompts
+from data import prompts, streams
 from data.stdlib import Document
 from models.checkpoint import native
 from models.errors import UserError
@@ -127,7 +127,10 @@ def test_meta_learning_refuses_before_it_answers_requests(target, tmp_path: Path
             meta.pre_adapt_export(options("meta", f"export={tmp_path / 'export'}", override))
 
 
-def test_a_file_goes_on_with_more_of_its_requests(export: Path, tmp_path: Path) -> None:
+def test_a_file_goes_on_with_more_of_its_requests(export: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(  # the bundled target has no chat template
+        streams, "_requests", lambda target, asked: [streams.Request(target.encode(p.turns[0]), "all") for p in asked]
+    )
     prompts_file = tmp_path / "asked.jsonl"
     prompts_file.write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(9)))
     given = ["adapt", f"export={export}", f"output={tmp_path / 'session'}", *SMALL, f"stream={prompts_file}"]
