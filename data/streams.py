@@ -26,10 +26,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """`requests` as they come, and `held_out` ones that are never served; the first domain is the old traffic."""
+    """`requests` as they come, and `held_out` ones that are never served; the first domain is the old traffic.
+
+    `left_out` of a file's requests come behind the last that was asked for.
+    """
 
     requests: list[Request]
     held_out: list[Request]
+    left_out: int = 0
 
     @property
     def old(self) -> str:
@@ -60,14 +64,14 @@ def open_stream(name: str, target: Target, count: int, held_out: int, seed: int)
         places.setdefault(request.domain, []).append(place)
     old = next(iter(places), "")
     aside = [p for d, own in places.items() for p in own[: held_out if d == old else min(held_out, len(own) // 4)]]
-    served = [request for place, request in enumerate(asked) if place not in set(aside)][:count]
+    served = [request for place, request in enumerate(asked) if place not in set(aside)]
     if len(served) < 2 or served[0].domain != old:
         raise UserError(
             f"stream={name}: it has {len(asked)} prompts that leave room for an answer, and the first {held_out} of "
             f"{old!r} are set aside to be held out: that leaves too few. Add some, or lower "
             "adaptation.guard.num_prompts."
         )
-    return Stream(served, [asked[place] for place in aside])
+    return Stream(served[:count], [asked[place] for place in aside], max(0, len(served) - count))
 
 
 def check_stream(name: str) -> None:

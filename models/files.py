@@ -168,7 +168,7 @@ def clear_leftovers(folder: Path) -> None:
             continue
         if found["state"] == "old" and not (whole := folder / found["name"]).exists():
             path.rename(whole)
-        elif path.is_dir():
+        elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)

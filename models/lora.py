@@ -28,7 +28,7 @@ def add_adapters(model: nn.Module, settings: Mapping[str, Any], where: str) -> N
     `target_modules`, the last parts of the names of the layers that get an adapter (null: all linear ones). Raises
     UserError, which calls the settings `where`, for values that make no sense and for names that the model lacks.
     """
-    rank, alpha, dropout = _checked(settings, where)
+    rank, alpha, dropout = check_lora(settings, where)
     chosen = _chosen(model, settings.get("target_modules"), where)
     from peft import LoraConfig  # slow to import, and rarely needed
 
@@ -82,7 +82,10 @@ def merged(model: nn.Module) -> Iterator[None]:
             vars(model)["peft_config"] = config
 
 
-def _checked(settings: Mapping[str, Any], where: str) -> tuple[int, float, float]:
+def check_lora(settings: Mapping[str, Any], where: str) -> tuple[int, float, float]:
+    """Rank, alpha and dropout of the settings of `add_adapters`. Raises UserError for values that make no sense."""
+    if not isinstance(settings, Mapping):
+        raise UserError(f"{where} is {settings!r}: give names and values, as {{rank: 8}}.")
     for key in settings:
         if key not in _KEYS:
             near = difflib.get_close_matches(str(key), _KEYS, n=1)

@@ -46,10 +46,12 @@ def _adapt(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     opened = open_session(options)
     session, guard = opened.session, opened.session.parts.guard
     print(f"{len(opened.stream.requests)} requests of {options['stream']}, {len(session.rows)} of them served before")
+    if opened.stream.left_out:
+        print(f"{opened.stream.left_out} further requests of the file are left out: raise adaptation.requests for them")
     logger = open_logger(options, folder)
     if hasattr(logger, "begin"):
         logger.begin(options)
-    rows = session.run(lambda row: logger.log_metrics(timeline.metrics(row), step=row.request))
+    rows = session.run(lambda new: timeline.log(new, logger))
     held_out = report.compare_held_out(
         opened.target, opened.stream, opened.frozen, session.parts.serving, opened.decode
     )

@@ -8,7 +8,6 @@ there is no network: how the folders come together is not this command's busines
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,14 @@ def job(config: DictConfig) -> None:
 
 def merge_deltas(options: dict[str, Any]) -> Path:
     """Write an export of the merged drafter; returns its folder. Raises UserError where a delta is for another one."""
-    from models.checkpoint import detect, native, target_options
+    from models.checkpoint import detect, target_options
     from models.target import load_target
     from train.adaptation import deltas
     from train.adaptation.setup import base_of
-    from train.adaptation.versions import successor
+    from train.adaptation.successors import output_of, save
 
-    source, output = Path(options["export"]).expanduser(), Path(options["output"]).expanduser()
+    source = Path(options["export"]).expanduser()
+    output = output_of(options["output"], source, "merge")
     folders = [options["deltas"]] if isinstance(options["deltas"], str) else options["deltas"]
     found = [deltas.load(Path(folder).expanduser()) for folder in folders]
     merged = deltas.merge(found, options["weights"])
@@ -42,10 +42,9 @@ def merge_deltas(options: dict[str, Any]) -> Path:
     if base_of(drafter) != merged.base:
         raise UserError(f"The deltas were not learnt from {str(source)!r}: name the export that the nodes began with.")
     deltas.apply(merged, drafter)
+    note = f"Merged by train/merge.py from {described.name!r} and {len(found)} deltas of adapters that learnt from it."
     told = {"merged": [{"requests": delta.requests} for delta in found], "weights": options["weights"]}
-    card = (source / "README.md").read_text() if (source / "README.md").exists() else ""
-    about = replace(successor(described), provenance=described.provenance | {"adaptation": told})
-    native.save(drafter, about, drafter.vocab, output, card)
+    save(drafter, described, source, output, "merge", note, told)
     print(f"{len(found)} deltas of {merged.requests:g} requests in all: {output}")
     return output
 

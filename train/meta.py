@@ -10,7 +10,6 @@ from.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from models.target import Target
     from train.adaptation.records import Record
     from train.adaptation.regime import OnlineRegime
+    from train.adaptation.sections import BufferSettings
 
 
 def job(config: DictConfig) -> None:
@@ -33,25 +33,30 @@ def job(config: DictConfig) -> None:
 def pre_adapt_export(options: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """Write the meta-learned start; returns each domain's loss after the inner steps, before and after."""
     from engine.options import decode_settings
-    from models.checkpoint import detect, native, target_options
+    from models.checkpoint import detect, target_options
+    from models.errors import UserError
     from models.target import load_target
-    from train.adaptation.learner import Learner, Updates
+    from train.adaptation.learner import Learner
     from train.adaptation.meta import MetaSettings, adapted_loss, pre_adapt
-    from train.adaptation.setup import read
-    from train.adaptation.versions import successor
+    from train.adaptation.sections import read, sections_of
+    from train.adaptation.successors import output_of, save
 
     given, source = options["adaptation"], Path(options["export"]).expanduser()
-    settings, updates = read(MetaSettings, options["meta"], "meta"), read(Updates, given["updates"], "updates")
+    settings, sections = read(MetaSettings, options["meta"], "meta"), sections_of(given)
+    if given["lora"] is not None:
+        raise UserError("adaptation.lora is for train/adapt.py: a start is learnt in all weights, so leave it null.")
+    output = output_of(options["output"] or source.parent / f"meta-{settings.by}", source, "meta")
     module = detect(source)
     described = module.read(source.resolve())
     target = load_target(**target_options(described, options["target"], source))
     tokens, tree, seed = described.num_speculative_tokens, described.tree, options["seed"]
     decode = decode_settings(options["decode"], float(given["temperature"]), seed, tokens, tree)
-    drafter = module.load(source, target)
-    known, held = collect(options, target, drafter, decode)
-    loss = {**given["loss"], "num_steps": given["loss"]["num_steps"] or decode.depth}
-    learner = Learner(drafter, target, updates, loss, given["optimizer"], None, seed)
-    parameters = [p for p in drafter.parameters() if p.requires_grad]
+    learner = Learner(
+        module.load(source, target), target, sections.updates, sections.loss, sections.optimizer, None,
+        depth=decode.depth, seed=seed,
+    )  # fmt: skip
+    known, held = collect(options, sections.buffer, target, module.load(source, target), decode)
+    parameters = [p for p in learner.drafter.parameters() if p.requires_grad]
 
     def compared() -> dict[str, float]:
         batches = Batches(learner.regime, held, options["batch"])
@@ -60,11 +65,9 @@ def pre_adapt_export(options: dict[str, Any]) -> dict[str, tuple[float, float]]:
     before = compared()
     pre_adapt(parameters, Batches(learner.regime, known, options["batch"]), sorted(known), settings)
     after = compared()
-    output = Path(options["output"]).expanduser() if options["output"] else source.parent / f"meta-{settings.by}"
-    card = (source / "README.md").read_text() if (source / "README.md").exists() else ""
+    note = f"A start learnt by train/meta.py ({settings.by}) from {described.name!r}, over {', '.join(sorted(known))}."
     told = {"meta": options["meta"], "domains": sorted(known), "requests": options["requests"]}
-    about = replace(successor(described), provenance=described.provenance | {"adaptation": told})
-    native.save(drafter, about, drafter.vocab, output, card)
+    save(learner.drafter, described, source, output, "meta", note, told)
     for domain in before:
         print(
             f"{domain}: loss after {settings.inner_steps} steps {before[domain]:.3f} from the old start, "
@@ -75,9 +78,9 @@ def pre_adapt_export(options: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def collect(
-    options: dict[str, Any], target: Target, drafter: Any, decode: DecodeSettings
+    options: dict[str, Any], buffer: BufferSettings, target: Target, drafter: Any, decode: DecodeSettings
 ) -> tuple[dict[str, list[Record]], dict[str, list[Record]]]:
-    """Records of every domain of the stream: those to learn from, and as many as a comparison takes."""
+    """Records of every domain that is not kept out: those to learn from, and as many as a comparison takes."""
     from data.streams import open_stream
     from models.errors import UserError
     from train.adaptation.meta import check_domains
@@ -87,13 +90,15 @@ def collect(
         raise UserError(f"requests is {wanted} and batch {batch}: give a batch of at least 1, and requests for one.")
     held = batch * (options["meta"]["inner_steps"] + 1)  # one batch to each inner step, and one to compare on
     stream = open_stream(options["stream"], target, given["requests"], given["guard"]["num_prompts"], options["seed"])
+    buffer.check(stream)
     asked: dict[str, list[list[int]]] = {}
     for request in stream.requests:
-        asked.setdefault(request.domain, []).append(request.token_ids)
+        if request.domain not in buffer.keep_out:
+            asked.setdefault(request.domain, []).append(request.token_ids)
     check_domains({domain: len(prompts) for domain, prompts in asked.items()}, held + batch)
-    law_tokens = given["buffer"]["law_tokens"]
     found = {
-        d: served(target, drafter, prompts[: wanted + held], decode, d, law_tokens) for d, prompts in asked.items()
+        d: served(target, drafter, prompts[: wanted + held], decode, d, buffer.law_tokens)
+        for d, prompts in asked.items()
     }
     check_domains({domain: len(records) for domain, records in found.items()}, held + batch)
     return {d: r[:-held] for d, r in found.items()}, {d: r[-held:] for d, r in found.items()}

@@ -122,6 +122,14 @@ def measured_before(card: str) -> str:
     return found or "Not measured yet."
 
 
+def with_note(card: str, note: str) -> str:
+    """An export's card with a line above its figures, which are of another drafter; a foreign card has it first."""
+    line = f"{note} What is measured below is of the drafter that it began with, not of this one."
+    if f"{_TITLE}\n" not in card:
+        return f"{line}\n\n{card}"
+    return card.replace(f"{_TITLE}\n", f"{_TITLE}\n\n{line}\n", 1)
+
+
 def _licence_of(export: Export) -> str:
     """That of the target; of one that was trained together with the drafter, that of the original."""
     original = (export.provenance or {}).get("config", {}).get("target")

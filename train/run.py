@@ -31,8 +31,11 @@ def job(config: DictConfig) -> float | None:
     adaptation = options.pop("adaptation", None)
     if adaptation is not None:
         from data.streams import check_stream
-        from train.adaptation.setup import sections_of
+        from models.checkpoint import native
+        from train.adaptation.regime import check_adaptable_kind
+        from train.adaptation.sections import sections_of
 
+        check_adaptable_kind(native.drafter_class(options["drafter"]["model"]))
         check_stream(adaptation["stream"])
         sections_of(adaptation)
     options = settings.with_start(settings.with_tree(options), given_settings())

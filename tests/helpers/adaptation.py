@@ -21,10 +21,12 @@ from train.adaptation.domains import DomainDetector
 from train.adaptation.drift import Drift
 from train.adaptation.guard import Guard, GuardSettings
 from train.adaptation.learner import Learner, Updates
-from train.adaptation.pool import Pool, PoolSettings
+from train.adaptation.pool import ADAPTED, Pool, PoolSettings
 from train.adaptation.records import Record, Recorder, RecordLog
+from train.adaptation.regime import LossSettings, OptimizerSettings
 from train.adaptation.replay import ReplayBuffer
-from train.adaptation.session import ADAPTED, Parts, Session, WhenSettings
+from train.adaptation.sections import WhenSettings
+from train.adaptation.session import Parts, Session
 from train.adaptation.versions import Versions
 
 EAGLE = {"_target_": "models.drafter.eagle.EagleDrafter"}
@@ -63,8 +65,10 @@ def records_of(
 def learner_of(drafter: Any, target: Target, lora: Any = None, seed: int = 0, **changes: Any) -> Learner:
     """A learner with the settings of these tests."""
     updates = Updates(**{"every": 2, "steps": 2, "requests": 4, "average": 0.0, **changes.pop("updates", {})})
-    loss = {**LOSS, **changes.pop("loss", {})}
-    return Learner(drafter, target, updates, loss, {**OPTIMIZER, **changes}, lora, seed)
+    loss = LossSettings(**{**LOSS, **changes.pop("loss", {})})
+    return Learner(
+        drafter, target, updates, loss, OptimizerSettings(**{**OPTIMIZER, **changes}), lora, depth=3, seed=seed
+    )
 
 
 def random_stream(vocab_size: int, count: int = 10) -> Stream:

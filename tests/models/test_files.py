@@ -18,7 +18,7 @@ from models.files import alone_in, clear_leftovers, damaged_files, tensors_sha25
 HOLD = """
 import sys, time
 from pathlib import Path
-from models.files import alone_in
+from models.files import alone_in, remove_temporaries
 with alone_in(Path(sys.argv[1])):
     print("in", flush=True)
     time.sleep(60)
@@ -52,6 +52,7 @@ def test_what_a_killed_process_has_left_half_written_is_deleted(tmp_path: Path) 
     for name in (f".export.{ended.pid}.tmp", f".export.{ended.pid}.old", f".other.{ended.pid}.old", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
+    (tmp_path / f".current.{ended.pid}.tmp").symlink_to("other")
     clear_leftovers(tmp_path)
     left = {".b.json." + f"{os.getpid()}.tmp", ".hidden.tmp", "c.tmp", "export", "other"}
     assert {path.name for path in tmp_path.iterdir()} == left

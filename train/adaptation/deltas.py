@@ -65,8 +65,9 @@ def merge(deltas: Sequence[Delta], weights: Sequence[float] | None = None) -> De
         raise UserError("There is nothing to merge: name at least one delta.")
     if len({delta.base for delta in deltas}) > 1:
         raise UserError("The deltas were learnt from different drafters: their sum means nothing.")
-    given = [delta.requests for delta in deltas] if weights is None else list(weights)
-    if len(given) != len(deltas) or any(weight < 0 for weight in given) or not sum(given) > 0:
+    given: Any = [delta.requests for delta in deltas] if weights is None else weights
+    numbers = isinstance(given, list | tuple) and all(isinstance(w, int | float) for w in given)
+    if not numbers or len(given) != len(deltas) or any(weight < 0 for weight in given) or not sum(given) > 0:
         raise UserError(f"weights is {given}: give a number of at least 0 for each of {len(deltas)} deltas, not all 0.")
     shares = [weight / sum(given) for weight in given]
     names = sorted({name for delta in deltas for name in delta.factors})

@@ -14,6 +14,8 @@ from models.errors import UserError
 from models.target import Target
 from train.adaptation.versus import Versus, counted, versus
 
+_LONGEST = 16  # pauses make one at most
+
 
 @dataclass(frozen=True)
 class GuardSettings:
@@ -22,7 +24,8 @@ class GuardSettings:
     Their acceptance rate is compared with that of the drafter as it was handed in, request by request. Where the whole
     95% interval of the difference lies below −`max_loss`, or the difference itself below −`stop_loss`, the last drafter
     that passed comes back, with its optimizer; and no update is made for `pause` requests, twice as many each time that
-    it happens again. With `forget` the buffer loses what was served since. `enabled` false measures, and lets all pass.
+    it happens again, up to 16 times as many. With `forget` the buffer loses what was served since. `enabled` false
+    measures, and lets all pass.
     """
 
     enabled: bool = True
@@ -74,7 +77,7 @@ class Guard:
     def rolled_back(self) -> int:
         """Note a rollback; returns for how many requests nothing is learnt."""
         self.rollbacks += 1
-        return self.settings.pause * 2 ** (self.rollbacks - 1)
+        return self.settings.pause * min(2 ** (self.rollbacks - 1), _LONGEST)
 
     def state(self) -> dict[str, Any]:
         """What a restart needs."""

@@ -16,7 +16,7 @@ from models.lora import add_adapters, merged
 from models.target import Target
 from train.adaptation.batches import replay_batch
 from train.adaptation.records import Record
-from train.adaptation.regime import OnlineRegime
+from train.adaptation.regime import LossSettings, OnlineRegime, OptimizerSettings
 from train.adaptation.replay import DRAWS, ReplayBuffer, draw_positions
 
 Weights = dict[str, Tensor]
@@ -58,16 +58,21 @@ class Updates:
 
 
 class Learner:
-    """Trains `drafter`, which nothing else may use; with `lora` adapters in it alone (`models.lora`)."""
+    """Trains `drafter`, which nothing else may use; with `lora` adapters in it alone (`models.lora`).
+
+    `depth` is how many tokens deep its drafts are.
+    """
 
     def __init__(
         self,
         drafter: Any,
         target: Target,
         updates: Updates,
-        loss: Mapping[str, Any],
-        optimizer: Mapping[str, Any],
+        loss: LossSettings,
+        optimizer: OptimizerSettings,
         lora: Mapping[str, Any] | None,
+        *,
+        depth: int,
         seed: int,
     ) -> None:
         self.drafter: nn.Module = drafter.train()
@@ -76,7 +81,7 @@ class Learner:
         if lora is not None:
             torch.manual_seed(seed)
             add_adapters(self.drafter, lora, "adaptation.lora")
-        self.regime = OnlineRegime(drafter, target, **loss, **optimizer, seed=seed)
+        self.regime = OnlineRegime(drafter, target, loss, optimizer, depth=depth, seed=seed)
         made = self.regime.configure_optimizers()
         self._optimizer, self._schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
         self._average = _weights(self.drafter)
@@ -145,6 +150,16 @@ class Learner:
             yield self.drafter
         finally:
             self.drafter.load_state_dict(last)
+
+    @contextmanager
+    def candidate(self) -> Iterator[nn.Module]:
+        """Within, the drafter drafts as one that serves `weights` would."""
+        with self.averaged() as drafter, merged(drafter) if self.adapted else nullcontext():
+            drafter.eval()
+            try:
+                yield drafter
+            finally:
+                drafter.train()
 
     def state(self) -> dict[str, Any]:
         """A copy of all that a restart needs: weights, their average, optimizer, learning rate and count of steps."""

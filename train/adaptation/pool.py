@@ -9,7 +9,7 @@ with τ and the speed as they were on the domain's latest requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from models.errors import UserError
 from train.adaptation.domains import DomainDetector
 from train.adaptation.records import Record
 
+ADAPTED = "adapted"  # the member that learns
 BY = ("score", "domain")
 _MEMORY = 0.9  # what is left of an estimate after a request
 
@@ -45,6 +46,15 @@ class PoolSettings:
         for name in ("tries", "explore"):
             if getattr(self, name) < 1:
                 raise UserError(f"adaptation.pool.{name} is {getattr(self, name)}: it must be at least 1.")
+        if ADAPTED in self.experts:
+            raise UserError(f"adaptation.pool.experts has {ADAPTED!r}, which is the drafter that learns: rename it.")
+
+    def check(self, domains: Sequence[str]) -> None:
+        """Raise UserError where `by` is domain, and an expert has the name of none: no request would ever reach it."""
+        for name in self.experts if self.by == "domain" else ():
+            if name not in domains:
+                known = ", ".join(domains)
+                raise UserError(f"adaptation.pool.experts has {name!r}: the domains that are told apart are {known}.")
 
 
 @dataclass

@@ -28,7 +28,8 @@ from torch import Tensor
 from engine.observer import Checked
 from models.files import replacing, write_text
 
-_REVEALING = ("token_ids", "drafted", "law_ids")  # what of a record tells the text
+# What of a record tells the text: a token whose law has just these probabilities is one, and easily found.
+_REVEALING = ("token_ids", "drafted", "law_ids", "law_probs", "chance")
 
 
 @dataclass(frozen=True, slots=True)

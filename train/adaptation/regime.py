@@ -8,6 +8,8 @@ B texts, S rows, P positions, M of them at one step, K kept tokens of a law, D h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +25,57 @@ from train.regime import Regime
 STEPS = ("tested", "all")
 
 
+@dataclass(frozen=True)
+class LossSettings:
+    """distill · KL(p‖q) + task · CE, at the `steps` tested, or at all of `num_steps` (None: as deep as drafts are)."""
+
+    distill: float
+    task: float
+    steps: str
+    num_steps: int | None
+    position_decay: float
+    chunk_rows: int
+
+    def __post_init__(self) -> None:
+        if self.distill < 0 or self.task < 0 or self.distill + self.task == 0:
+            raise UserError(
+                f"adaptation.loss has distill {self.distill} and task {self.task}: none below 0, and not both 0."
+            )
+        if self.steps not in STEPS:
+            raise UserError(f"adaptation.loss.steps is {self.steps!r}: choose {' or '.join(STEPS)}.")
+        for name in ("num_steps", "chunk_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"adaptation.loss.{name} is {value}: it must be at least 1.")
+        if not self.position_decay > 0:
+            raise UserError(f"adaptation.loss.position_decay is {self.position_decay}: it must be above 0.")
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW, whose learning rate rises to `lr` over `warmup_steps`."""
+
+    lr: float
+    betas: Sequence[float]
+    weight_decay: float
+    warmup_steps: int
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise UserError(f"adaptation.optimizer.lr is {self.lr}: it must be above 0.")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"adaptation.optimizer.betas is {list(self.betas)}: give two numbers from 0 to below 1.")
+        for name in ("weight_decay", "warmup_steps"):
+            if getattr(self, name) < 0:
+                raise UserError(f"adaptation.optimizer.{name} is {getattr(self, name)}: it must not be below 0.")
+
+
 class OnlineRegime(Regime):
     """The mean over positions, and over steps, of distill · KL(p‖q) + task · CE of the token that the target said.
 
     With `steps` "tested" a position is learnt at the depth at which it was tested; with "all" at every depth below
     `num_steps`, each weighing `position_decay` times the one before. The learning rate rises over `warmup_steps` and
-    then stays. Raises UserError for a drafter that has nothing to learn so, and for senseless settings.
+    then stays. Raises UserError for a drafter that has nothing to learn so.
     """
 
     needs_laws = False
@@ -37,39 +84,38 @@ class OnlineRegime(Regime):
         self,
         drafter: Any,
         target: Target,
+        loss: LossSettings,
+        optimizer: OptimizerSettings,
         *,
-        distill: float,
-        task: float,
-        steps: str,
-        num_steps: int,
-        position_decay: float,
-        chunk_rows: int,
-        warmup_steps: int,
-        lr: float,
-        **optimization: Any,
+        depth: int,
+        seed: int,
     ) -> None:
         check_adaptable(drafter)
-        if distill < 0 or task < 0 or distill + task == 0:
-            raise UserError(f"adaptation.loss has distill {distill} and task {task}: none below 0, and not both 0.")
-        if steps not in STEPS:
-            raise UserError(f"adaptation.loss.steps is {steps!r}: choose {' or '.join(STEPS)}.")
-        for name, value in (("num_steps", num_steps), ("chunk_rows", chunk_rows)):
-            if value < 1:
-                raise UserError(f"adaptation.loss.{name} is {value}: it must be at least 1.")
-        if not lr > 0:
-            raise UserError(f"adaptation.optimizer.lr is {lr}: it must be above 0.")
-        super().__init__(drafter, target, max_steps=1, warmup_fraction=0.0, lr=lr, **optimization)
-        self.distill, self.task, self.all_steps = distill, task, steps == "all"
-        deepest = max_depth(drafter)
-        self.num_steps = num_steps if deepest is None else min(num_steps, deepest)
-        self.position_decay, self.chunk_rows, self.warmup_steps = position_decay, chunk_rows, max(1, warmup_steps)
+        super().__init__(
+            drafter,
+            target,
+            max_steps=1,
+            warmup_fraction=0.0,
+            lr=optimizer.lr,
+            betas=(optimizer.betas[0], optimizer.betas[1]),
+            weight_decay=optimizer.weight_decay,
+            seed=seed,
+        )
+        self.distill, self.task, self.all_steps = loss.distill, loss.task, loss.steps == "all"
+        deepest, wanted = max_depth(drafter), depth if loss.num_steps is None else loss.num_steps
+        self.num_steps = wanted if deepest is None else min(wanted, deepest)
+        self.position_decay, self.chunk_rows = loss.position_decay, loss.chunk_rows
+        self.warmup_steps = max(1, optimizer.warmup_steps)
 
     def _lr_scale(self, step: int) -> float:
         """Linear warm-up; then the traffic goes on without an end, and so does learning."""
         return min(1.0, (step + 1) / self.warmup_steps)
 
     def training_losses(self, batch: Any, step: int) -> dict[str, Tensor]:
-        """`loss` of a `ReplayBatch`, its parts `distill` and `task`, and how many `positions` it is a mean over."""
+        """`loss` of a `ReplayBatch`, its parts `distill` and `task`, and how many `positions` it is a mean over.
+
+        0 where none of its positions was tested at a step that is learnt.
+        """
         replay: ReplayBatch = batch
         features, _ = self.features(replay.texts)
         num_steps = self.num_steps
@@ -81,6 +127,7 @@ class OnlineRegime(Regime):
             row = replay.places - 2 - ahead
             chosen = row >= 0 if self.all_steps else (replay.depths == ahead) & (row >= 0)
             if not bool(chosen.any()):
+                total = total + hidden[:0].sum()  # 0, of which there is a gradient though nothing be learnt
                 continue
             scale = self.position_decay**ahead
             loss, told = self._depth_loss(hidden[replay.rows[chosen], row[chosen]], replay, chosen, ahead)
@@ -115,7 +162,7 @@ def tail_divergence(log_q: Tensor, law_ids: Tensor, law_probs: Tensor, *, whole:
 
     The tokens beside the K count as one outcome, which gives a lower bound of the divergence of the laws, and that
     itself where K are all (`whole`). Ids of −1 are of tokens that the drafter cannot propose: p is renormalised without
-    them.
+    them. What of the tail it cannot propose is not known, and stays: there is no bound then.
     """
     known = law_ids >= 0
     places = law_ids.clamp(min=0)
@@ -135,7 +182,17 @@ def tail_divergence(log_q: Tensor, law_ids: Tensor, law_probs: Tensor, *, whole:
 def check_adaptable(drafter: Any) -> None:
     """Raise UserError for a drafter without weights that say something of the next tokens."""
     if not hasattr(drafter, "unroll") or not any(p.requires_grad for p in drafter.parameters()):
-        raise UserError(
-            f"{type(drafter).__name__} has no weights that learn what the target says: adapt an EAGLE, Medusa, "
-            "multi-token or language model drafter."
-        )
+        raise _not_adaptable(type(drafter))
+
+
+def check_adaptable_kind(kind: type) -> None:
+    """As `check_adaptable`, as far as a drafter's class tells."""
+    if not hasattr(kind, "unroll"):
+        raise _not_adaptable(kind)
+
+
+def _not_adaptable(kind: type) -> UserError:
+    return UserError(
+        f"{kind.__name__} has no weights that learn what the target says: adapt an EAGLE, Medusa, multi-token or "
+        "language model drafter."
+    )

@@ -12,6 +12,7 @@ from data.streams import Stream
 from engine.loop import generate
 from engine.settings import DecodeSettings
 from models.target import Target
+from train.adaptation.pool import ADAPTED
 from train.adaptation.timeline import Row, paired, requests_to_win
 from train.adaptation.versus import RATES, Versus, counted, versus
 
@@ -19,11 +20,14 @@ _FIRST, _LAST = 200, 100  # requests of a new domain that the table tells of
 
 
 def report(rows: Sequence[Row], stream: Stream, held_out: dict[str, dict[str, Versus]]) -> dict[str, Any]:
-    """`compared` pairs of rates, and what was `told` of alarms, updates, rollbacks and their cost."""
+    """`compared` pairs of rates, and what was `told` of alarms, updates, rollbacks and their cost.
+
+    Compared are the requests that the adapted drafter answered, and no expert of the pool.
+    """
     compared = []
     domains = list(dict.fromkeys(row.domain for row in rows))
     for domain in domains:
-        own = [row for row in rows if row.domain == domain]
+        own = [row for row in rows if row.domain == domain and row.member == ADAPTED]
         parts = {f"{domain}, as served": own}
         if domain != stream.old and len(own) > _LAST:
             parts |= {f"{domain}, its first {_FIRST}": own[:_FIRST]} if len(own) > _FIRST else {}
@@ -43,7 +47,7 @@ def _told(rows: Sequence[Row], stream: Stream, domains: Sequence[str]) -> list[s
     ]
     for domain in domains[1:]:
         first = next(i for i, row in enumerate(rows) if row.domain == domain)
-        won = requests_to_win([row for row in rows if row.domain == domain])
+        won = requests_to_win([row for row in rows if row.domain == domain and row.member == ADAPTED])
         when = f"after {won} of its requests" if won else "never"
         lines.append(f"{domain} begins at request {first}; a gain of the last 50 outside its interval: {when}")
     alarms = [f"{r.request} ({r.alarms})" for r in rows if r.alarms]
@@ -60,9 +64,10 @@ def _told(rows: Sequence[Row], stream: Stream, domains: Sequence[str]) -> list[s
     if len(members) > 1:
         chosen = {m: sum(r.member == m for r in rows) for m in sorted(members)}
         lines.append("answered by " + ", ".join(f"{m} {n}" for m, n in chosen.items()))
-    known = [r.identical for r in rows if r.identical == r.identical]
-    if known:
-        lines.append(f"answers identical to the frozen drafter's: {int(sum(known))} of {len(known)}")
+    for name, whose in (("identical", "the frozen drafter's"), ("as_plain", "plain decoding's")):
+        known = [value for r in rows if (value := getattr(r, name)) == value]
+        if known:
+            lines.append(f"answers identical to {whose}: {int(sum(known))} of {len(known)}")
     return lines
 
 

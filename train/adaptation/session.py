@@ -7,10 +7,9 @@ done again, and comes to the same.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +18,22 @@ from data.streams import Request, Stream
 from engine.loop import generate
 from engine.settings import DecodeSettings
 from models.errors import UserError
+from models.files import clear_leftovers
 from models.target import Target
 from train.adaptation.drift import Drift
 from train.adaptation.guard import Guard, GuardSettings
 from train.adaptation.learner import Learner, Updates
-from train.adaptation.pool import Pool
+from train.adaptation.pool import ADAPTED, Pool
 from train.adaptation.records import Record, Recorder, RecordLog
 from train.adaptation.replay import ReplayBuffer
-from train.adaptation.timeline import Row, counts, write_csv
+from train.adaptation.sections import WhenSettings
+from train.adaptation.timeline import Row, append_csv, counts, read_csv, write_csv
 from train.adaptation.versions import Observers, Swap, Versions
 from train.callbacks import AtomicCheckpoints
 
-ADAPTED = "adapted"  # the pool's member that learns
 _FRESH_UPDATES = 4  # as many fresh texts are kept as a step reads, so many times
-
-
-@dataclass(frozen=True)
-class WhenSettings:
-    """`when` always: learn throughout; drift: only for `after_alarm` requests behind an alarm."""
-
-    when: str = "always"
-    after_alarm: int = 100
-
-    def __post_init__(self) -> None:
-        if self.when not in ("always", "drift"):
-            raise UserError(f"adaptation.when is {self.when!r}: choose always or drift.")
-        if self.after_alarm < 1:
-            raise UserError(f"adaptation.after_alarm is {self.after_alarm}: it must be at least 1.")
+_NOT_ALWAYS = ("frozen_rounds", "frozen_emitted", "frozen_tested", "frozen_accepted", "identical", "as_plain")
+_PLAIN_EVERY = 10  # requests of which one is answered by plain decoding too
 
 
 @dataclass
@@ -77,7 +65,10 @@ class _Progress:
     next: int = 0  # the first request that is not in the rows
     version: int = 0
     updates: int = 0
-    good_after: int = -1  # the last request that the last drafter that passed the guard has learnt from
+    looked: int = 0  # updates that the guard has seen the end of
+    learnt: int = 0  # requests that the drafter has learnt from
+    good_learnt: int = 0  # and the last that passed the guard
+    good_after: int = -1  # the last request that that one has learnt from
     paused_until: int = 0
     alarmed_until: int = 0
     rows: list[Row] = field(default_factory=list)
@@ -92,7 +83,9 @@ class Session:
         self._swap = Swap(parts.serving)
         self._fresh: list[Record] = []
         self._good: dict[str, Any] = {}
-        self._checkpoint = folder / "state.ckpt"
+        self._told: Callable[[list[Row]], None] | None = None
+        self._checkpoint, self._timeline = folder / "state.ckpt", folder / "timeline.csv"
+        self._committed = 0  # rows that are on disk
         self._begin()
 
     @property
@@ -105,8 +98,9 @@ class Session:
         """The version that is served."""
         return self._at.version
 
-    def run(self, told: Callable[[Row], None] | None = None) -> list[Row]:
-        """Serve the rest of the stream; `told` is called with every new row."""
+    def run(self, told: Callable[[list[Row]], None] | None = None) -> list[Row]:
+        """Serve the rest of the stream; `told` is called with new rows once no kill takes them away."""
+        self._told = told
         requests = self.stream.requests
         with Progress("requests served", len(requests)) as progress:
             progress.advance(self._at.next)
@@ -119,8 +113,6 @@ class Session:
                         record = self.parts.log.redacted(record)
                     self.parts.log.write(record)
                 row = self.absorb(record)
-                if told is not None:
-                    told(row)
                 progress.advance(1, f"version {self._at.version}  α {row.accepted / max(1.0, row.tested):.2f}")
         self._commit()
         return self.rows
@@ -141,17 +133,19 @@ class Session:
             about |= counts(frozen.stats, "frozen_")
             if parts.decode.sampling.greedy:  # else equal laws, not equal answers
                 about["identical"] = float(frozen.token_ids == made.token_ids)
+        if parts.decode.sampling.greedy and number % _PLAIN_EVERY == 0:
+            plain = generate(parts.target, [prompt], parts.decode, seeds=seeds)
+            about["as_plain"] = float(plain.token_ids == made.token_ids)
         return recorder.record(0, made.token_ids[0], request=number, domain=request.domain, about=about)
 
     def absorb(self, record: Record) -> Row:
         """Take in a served request: the same records always come to the same weights."""
         parts, at = self.parts, self._at
-        nothing = dict.fromkeys(("frozen_rounds", "frozen_emitted", "frozen_tested", "frozen_accepted", "identical"))
-        about = {**dict.fromkeys(nothing, float("nan")), **record.about}
+        about = {**dict.fromkeys(_NOT_ALWAYS, float("nan")), **record.about}
         about.pop("hash", None)
         parts.pool.served(about["member"], record)
         row = Row(record.request, record.domain, version=at.version, **about)
-        alarms = parts.drift.update(record.acceptance_rate)
+        alarms = parts.drift.update(record.acceptance_rate) if row.member == ADAPTED else []
         if alarms:
             at.alarmed_until = record.request + parts.when.after_alarm
         parts.buffer.expire(record.request)
@@ -160,7 +154,7 @@ class Session:
             parts.buffer.add(each)
         self._fresh = self._still_fresh(record.request, learnable)
         at.next = record.request + 1
-        changed = self._learn(record.request) if self._is_due(record.request) else {}
+        changed = self._change(record.request)
         row = replace(row, alarms=" ".join(alarms), buffer=len(parts.buffer), **changed)
         at.rows.append(row)
         if changed or at.next % parts.updates.every == 0:  # what may go from the disk goes, though nothing be learnt
@@ -180,36 +174,51 @@ class Session:
         wanted = when.when == "always" or request < at.alarmed_until
         return wanted and request >= at.paused_until and at.next % self.parts.updates.every == 0
 
-    def _learn(self, request: int) -> dict[str, Any]:
-        """One update, and the guard's verdict where it is due; what of it a row tells."""
+    def _change(self, request: int) -> dict[str, Any]:
+        """What is due behind a request: an update, the guard's look, new weights to serve; what of it a row tells."""
+        parts, at = self.parts, self._at
+        row = self._learn() if self._is_due(request) else {}
+        last = at.next == len(self.stream.requests)  # no update stays that nobody looked at
+        if at.updates > at.looked and (last or (row and parts.guard.due(at.updates))):
+            row |= self._look(request)
+        if "updated" in row or "rolled_back" in row:
+            at.version += 1
+            self._swap.offer(parts.learner.weights())
+        return row
+
+    def _learn(self) -> dict[str, Any]:
+        """One update, where there is something to learn from."""
         parts, at = self.parts, self._at
         told = parts.learner.update(self._fresh, parts.buffer)
+        at.learnt += sum(not record.redacted and len(record.place) > 0 for record in self._fresh)
         self._fresh = []
         if "loss" not in told:
             return {}
         at.updates += 1
-        row: dict[str, Any] = {"updated": 1, "update_s": told["seconds"], "loss": told["loss"]}
-        weights = parts.learner.weights()
-        if parts.guard.due(at.updates):
-            started = time.perf_counter()
-            parts.serving.load_state_dict(weights)
-            found = parts.guard.measure(parts.serving)
-            row |= {"guard_acceptance": found.adapted, "guard_change": found.difference}
-            row |= {"guard_low": found.interval[0], "guard_high": found.interval[1]}
-            row["guard_s"] = time.perf_counter() - started
-            if parts.guard.settings.refuses(found):
-                self._roll_back(request)
-                weights, row["rolled_back"] = parts.learner.weights(), 1
-            else:
-                self._good, at.good_after = parts.learner.state(), request
-        at.version += 1
-        self._swap.offer(weights)
+        return {"updated": 1, "update_s": told["seconds"], "loss": told["loss"]}
+
+    def _look(self, request: int) -> dict[str, Any]:
+        """The guard's verdict on what was learnt since it looked last; what it refuses is undone."""
+        parts, at = self.parts, self._at
+        started = time.perf_counter()
+        with parts.learner.candidate() as drafter:
+            found = parts.guard.measure(drafter)
+        row: dict[str, Any] = {"guard_acceptance": found.adapted, "guard_change": found.difference}
+        row |= {"guard_low": found.interval[0], "guard_high": found.interval[1]}
+        row["guard_s"] = time.perf_counter() - started
+        at.looked = at.updates
+        if parts.guard.settings.refuses(found):
+            self._roll_back(request)
+            row["rolled_back"] = 1
+        else:
+            self._good, at.good_after, at.good_learnt = parts.learner.state(), request, at.learnt
         return row
 
     def _roll_back(self, request: int) -> None:
         """Back to the last drafter that passed; what was served since is no longer learnt."""
         parts, at = self.parts, self._at
         parts.learner.load_state(self._good)
+        at.learnt = at.good_learnt
         at.paused_until = request + 1 + parts.guard.rolled_back()
         if parts.guard.settings.forget:
             parts.buffer.forget(at.good_after)
@@ -219,26 +228,30 @@ class Session:
         parts, at = self.parts, self._at
         self._swap.before_round()  # no draft is under way
         told = {"requests": at.next, "updates": at.updates, "rollbacks": parts.guard.rollbacks}
-        parts.versions.publish(parts.serving, at.version, told)
         if parts.publish_deltas is not None:
-            parts.publish_deltas(parts.learner, at.version, at.next)
+            parts.publish_deltas(parts.learner, at.version, at.learnt)
+        parts.versions.publish(parts.serving, at.version, told)
 
     def _begin(self) -> None:
         """Go on from the last checkpoint, or begin: the drafter as it was handed in is version 0."""
         parts = self.parts
+        for name in (".", "records", "versions", "deltas"):
+            clear_leftovers(self.folder / name)
         if self._checkpoint.exists():
             self._restore(AtomicCheckpoints().load_checkpoint(self._checkpoint))
         else:
+            write_csv([], self._timeline)
             parts.guard.measure(parts.serving)
             self._good = parts.learner.state()
             self._commit()
         self._publish()
 
     def _commit(self) -> None:
-        parts, at = self.parts, self._at
-        rows = json.dumps([asdict(row) for row in at.rows])
+        """Rows before the state that counts them: those that a kill leaves behind it are done again."""
+        parts, at, new = self.parts, self._at, self._at.rows[self._committed :]
+        append_csv(new, self._timeline)
         state = {
-            "at": {**vars(at), "rows": rows},
+            "at": {name: value for name, value in vars(at).items() if name != "rows"},
             "learner": parts.learner.state(),
             "good": self._good,
             "buffer": {"requests": parts.buffer.requests, "seen": parts.buffer.seen},
@@ -248,13 +261,16 @@ class Session:
             "pool": parts.pool.state(),
         }
         AtomicCheckpoints().save_checkpoint(state, self._checkpoint)
-        write_csv(at.rows, self.folder / "timeline.csv")
+        self._committed = len(at.rows)
         parts.log.keep_only([*parts.buffer.requests, *(record.request for record in self._fresh)])
+        if new and self._told is not None:
+            self._told(new)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         parts = self.parts
-        rows = [Row(**row) for row in json.loads(state["at"]["rows"])]
-        self._at = _Progress(**{**state["at"], "rows": rows})
+        rows = read_csv(self._timeline, state["at"]["next"])
+        write_csv(rows, self._timeline)
+        self._at, self._committed = _Progress(**state["at"], rows=rows), len(rows)
         parts.learner.load_state(state["learner"])
         self._good = state["good"]
         parts.buffer.restore(self._read(state["buffer"]["requests"]), state["buffer"]["seen"])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from data.streams import Stream, open_stream
+from data.streams import PRESETS, Stream, open_stream
 from engine.loop import check_prompts, check_settings
 from engine.options import decode_settings
 from engine.settings import DecodeSettings
@@ -20,20 +20,17 @@ from models.files import flat, write_json
 from models.target import Target, load_target
 from train.adaptation import deltas
 from train.adaptation.domains import DomainDetector
-from train.adaptation.drift import Drift
-from train.adaptation.guard import GuardSettings
-from train.adaptation.learner import Learner, Updates
-from train.adaptation.pool import Pool, PoolSettings
+from train.adaptation.learner import Learner
+from train.adaptation.pool import ADAPTED, Pool, PoolSettings
 from train.adaptation.records import RecordLog
 from train.adaptation.regime import check_adaptable
-from train.adaptation.replay import ReplayBuffer
-from train.adaptation.session import ADAPTED, Parts, Session, WhenSettings, guard_of
+from train.adaptation.sections import Options, sections_of
+from train.adaptation.session import Parts, Session, guard_of
+from train.adaptation.successors import card_of
 from train.adaptation.versions import Versions
 
-Options = dict[str, Any]
-PERSISTED = ("ids", "hashes")
 _FREE = ("debug", "logger", "output")  # may differ between a session and its resumption
-Kind = TypeVar("Kind")
+_COUNT = "adaptation.requests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,64 +42,6 @@ class Opened:
     frozen: Any
     stream: Stream
     decode: DecodeSettings
-
-
-@dataclass(frozen=True)
-class BufferSettings:
-    """What is kept of requests (`train.adaptation.replay`, `train.adaptation.records`), and what never is."""
-
-    capacity: int
-    keep: str
-    law_tokens: int
-    retention_requests: int | None
-    persist: str
-    keep_out: Sequence[str]
-
-    def __post_init__(self) -> None:
-        if self.law_tokens < 1:
-            raise UserError(f"adaptation.buffer.law_tokens is {self.law_tokens}: it must be at least 1.")
-        if self.persist not in PERSISTED:
-            raise UserError(f"adaptation.buffer.persist is {self.persist!r}: choose {' or '.join(PERSISTED)}.")
-
-    def check(self, stream: Stream) -> None:
-        """Raise UserError for a domain to keep out that the stream does not have: a slip would let it in."""
-        domains = sorted({request.domain for request in stream.requests})
-        for domain in self.keep_out:
-            if domain not in domains:
-                raise UserError(
-                    f"adaptation.buffer.keep_out has {domain!r}: the stream's domains are {', '.join(domains)}."
-                )
-
-
-@dataclass(frozen=True, slots=True)
-class Sections:
-    """The sections of `conf/adaptation` that make sense by themselves."""
-
-    updates: Updates
-    guard: GuardSettings
-    pool: PoolSettings
-    buffer: BufferSettings
-    drift: Drift
-    when: WhenSettings
-
-
-def sections_of(given: Options) -> Sections:
-    """Read and check what can be checked without an export, in no time: a run may train before it adapts.
-
-    Raises UserError for settings that make no sense, and for folders without an export.
-    """
-    sections = Sections(
-        read(Updates, given["updates"], "updates"),
-        read(GuardSettings, given["guard"], "guard"),
-        read(PoolSettings, given["pool"], "pool"),
-        read(BufferSettings, given["buffer"], "buffer"),
-        read(Drift, given["drift"], "drift"),
-        WhenSettings(given["when"], given["after_alarm"]),
-    )
-    ReplayBuffer(sections.buffer.capacity, sections.buffer.keep, sections.buffer.retention_requests)
-    for place in sections.pool.experts.values():
-        detect(Path(place).expanduser())
-    return sections
 
 
 def open_session(options: Options) -> Opened:
@@ -125,18 +64,19 @@ def open_session(options: Options) -> Opened:
     stream = open_stream(options["stream"], target, given["requests"], guard.num_prompts, seed)
     check_prompts(target, [request.token_ids for request in (*stream.requests, *stream.held_out)])
     kept.check(stream)
-    learner = _learner(given, load(), target, decode, updates, seed)
-    card = (source / "README.md").read_text() if (source / "README.md").exists() else ""
+    learner = Learner(
+        load(), target, updates, sections.loss, sections.optimizer, given["lora"], depth=decode.depth, seed=seed
+    )
     parts = Parts(
         target=target,
         serving=serving,
         frozen=load() if given["compare"] else None,
         learner=learner,
-        buffer=ReplayBuffer(kept.capacity, kept.keep, kept.retention_requests, seed),
+        buffer=kept.empty(seed),
         log=RecordLog(folder / "records", kept.persist),
         drift=sections.drift,
         guard=guard_of(guard, target, stream, decode),
-        versions=Versions(folder, described, card, given["versions"]["keep"]),
+        versions=Versions(folder, described, card_of(source), sections.versions.keep),
         pool=_pool(sections.pool, serving, target, stream, decode),
         decode=decode,
         law_tokens=kept.law_tokens,
@@ -157,14 +97,6 @@ def output_folder(options: Options) -> Path:
     return Path(options["export"]).expanduser().parent / f"adapted-{Path(options['stream']).stem}"
 
 
-def read(kind: Callable[..., Kind], given: Mapping[str, Any], name: str) -> Kind:
-    """Settings of a section. Raises UserError for one that there is not."""
-    try:
-        return kind(**given)
-    except TypeError as error:
-        raise UserError(f"adaptation.{name}: {str(error).split('__init__() ')[-1]}.") from error
-
-
 def record(options: Options, folder: Path) -> None:
     """Write what the session is. Raises UserError where the folder holds one with other settings."""
     path, now = folder / "config.json", {key: value for key, value in options.items() if key not in _FREE}
@@ -172,6 +104,8 @@ def record(options: Options, folder: Path) -> None:
         before = json.loads(path.read_text())["config"]
         pair = [dict(flat(json.loads(json.dumps(o)))) for o in (before, now)]
         different = sorted(key for key in pair[0].keys() | pair[1].keys() if pair[0].get(key) != pair[1].get(key))
+        if options["stream"] not in PRESETS and pair[1][_COUNT] > pair[0][_COUNT]:  # a file goes on as it began
+            different.remove(_COUNT)
         if different:
             raise UserError(
                 f"{str(folder)!r} holds a session with another {', '.join(different)}: choose another output, or "
@@ -188,16 +122,6 @@ def base_of(drafter: Any) -> str:
     return digest.hexdigest()
 
 
-def _learner(
-    given: Options, drafter: Any, target: Target, decode: DecodeSettings, updates: Updates, seed: int
-) -> Learner:
-    loss = {**given["loss"], "num_steps": given["loss"]["num_steps"] or decode.depth}
-    try:
-        return Learner(drafter, target, updates, loss, given["optimizer"], given["lora"], seed)
-    except TypeError as error:
-        raise UserError(f"adaptation.loss or adaptation.optimizer: {str(error).split('__init__() ')[-1]}.") from error
-
-
 def _pool(settings: PoolSettings, serving: Any, target: Target, stream: Stream, decode: DecodeSettings) -> Pool:
     members = {ADAPTED: serving}
     for name, place in settings.experts.items():
@@ -206,8 +130,9 @@ def _pool(settings: PoolSettings, serving: Any, target: Target, stream: Stream, 
         check_settings(target, members[name], decode)
     whole = _size(target.model)
     shares = {name: _size(member) / whole for name, member in members.items()}
-    examples = ((request.token_ids, request.domain) for request in stream.held_out)
-    return Pool(members, shares, DomainDetector(target.vocab_size, examples), settings, decode.depth)
+    detector = DomainDetector(target.vocab_size, ((request.token_ids, request.domain) for request in stream.held_out))
+    settings.check(detector.domains)
+    return Pool(members, shares, detector, settings, decode.depth)
 
 
 def _size(module: Any) -> int:

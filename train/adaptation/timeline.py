@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from dataclasses import astuple, dataclass, fields
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.stats import DecodingStats
-from models.files import replacing, write_text
+from models.errors import UserError
+from models.files import explain_disk_errors, replacing, write_text
+from train.adaptation.pool import ADAPTED
 from train.adaptation.versus import RATES, Versus, versus
 
 _WINDOW = 25  # requests of a rolling mean in the picture
@@ -41,7 +44,8 @@ class Row:
     frozen_emitted: float
     frozen_tested: float
     frozen_accepted: float
-    identical: float
+    identical: float  # whether the frozen drafter's answer is the same
+    as_plain: float  # whether plain decoding's is, which only some requests are answered by
     alarms: str = ""
     updated: int = 0
     update_s: float = 0.0
@@ -62,12 +66,37 @@ def counts(stats: DecodingStats, prefix: str = "") -> dict[str, float]:
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """All rows as a CSV file, whole or not at all."""
+    """A CSV file of these rows, whole or not at all."""
+    names = ",".join(f.name for f in fields(Row))
+    write_text(path, f"{names}\n{_lines(rows)}")
+
+
+def append_csv(rows: Sequence[Row], path: Path) -> None:
+    """Add rows to the file, and wait until they are on disk; a kill may cut the last of them."""
+    with explain_disk_errors(path), path.open("a", encoding="utf-8", newline="") as file:
+        file.write(_lines(rows))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_csv(path: Path, count: int) -> list[Row]:
+    """The first `count` rows; what a kill left behind them is not looked at. Raises UserError where they are fewer."""
+    kinds = {"int": int, "float": float, "str": str}
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            told = list(islice(csv.DictReader(file), count))
+        rows = [Row(**{f.name: kinds[str(f.type)](row[f.name]) for f in fields(Row)}) for row in told]
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise UserError(f"{str(path)!r} is no timeline of this session: {type(error).__name__}: {error}.") from error
+    if len(rows) < count:
+        raise UserError(f"{str(path)!r} has {len(rows)} rows, and {count} requests were served: it was altered.")
+    return rows
+
+
+def _lines(rows: Sequence[Row]) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, [f.name for f in fields(Row)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    write_text(path, text.getvalue())
+    csv.writer(text, lineterminator="\n").writerows(astuple(row) for row in rows)
+    return text.getvalue()
 
 
 def metrics(row: Row) -> dict[str, float]:
@@ -91,10 +120,17 @@ def metrics(row: Row) -> dict[str, float]:
     return {name: value for name, value in found.items() if value == value}
 
 
+def log(rows: Sequence[Row], logger: Any) -> None:
+    """Hand rows to a logger, and have it write them: what it holds back a kill would take."""
+    for row in rows:
+        logger.log_metrics(metrics(row), step=row.request)
+    logger.save()
+
+
 def paired(rows: Sequence[Row], rate: str) -> np.ndarray:
-    """The counts (n, 4) of a rate of served requests, for `versus`."""
+    """The counts (n, 4) of a rate of the requests that the adapted drafter answered, for `versus`."""
     names = [f"{side}{name}" for side in ("frozen_", "") for name in RATES[rate]]
-    return np.array([[getattr(row, name) for name in names] for row in rows]).reshape(-1, 4)
+    return np.array([[getattr(row, name) for name in names] for row in rows if row.member == ADAPTED]).reshape(-1, 4)
 
 
 def requests_to_win(rows: Sequence[Row], window: int = 50) -> int | None:
@@ -137,14 +173,14 @@ def draw(rows: Sequence[Row], old: str, max_loss: float | None, path: Path) -> N
     figure, (above, below) = pyplot.subplots(
         2, 1, figsize=(11, 6), sharex=True, layout="constrained", height_ratios=(3, 1)
     )
-    numbers = np.array([row.request for row in rows])
+    numbers, own = np.array([row.request for row in rows]), [row for row in rows if row.member == ADAPTED]
     for prefix, label, colour in (("frozen_", "frozen", "tab:grey"), ("", "adapted", "tab:blue")):
-        done = np.array([[getattr(r, f"{prefix}accepted"), getattr(r, f"{prefix}tested")] for r in rows]).reshape(-1, 2)
+        done = np.array([[getattr(r, f"{prefix}accepted"), getattr(r, f"{prefix}tested")] for r in own]).reshape(-1, 2)
         if np.nansum(done):
             sums = np.cumsum(done, axis=0)
             before = np.vstack([np.zeros((min(_WINDOW, len(sums)), 2)), sums[:-_WINDOW]])
             ratio = (sums - before)[:, 0] / np.maximum(1, (sums - before)[:, 1])
-            above.plot(numbers, ratio, color=colour, label=f"{label}, last {_WINDOW} requests")
+            above.plot([row.request for row in own], ratio, color=colour, label=f"{label}, last {_WINDOW} requests")
     looks = [r for r in rows if r.guard_change == r.guard_change]
     if looks:
         places, rates = [r.request for r in looks], [r.guard_acceptance for r in looks]

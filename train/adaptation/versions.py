@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -23,25 +23,30 @@ from models.checkpoint import native
 from models.errors import UserError
 from models.files import explain_disk_errors
 from train.adaptation.learner import Weights
+from train.adaptation.successors import successor
+from train.model_card import with_note
 
 _NAME = re.compile(r"\d{6}")
 
 
-def successor(described: native.Export) -> native.Export:
-    """What is said of a drafter that was made from an export: it has no int8 weights, and a target that
-    lies in that export stays there.
-    """
-    target = {key: value for key, value in described.target.items() if key != "adapted"}
-    return replace(described, int8=False, target=target)
+@dataclass(frozen=True)
+class VersionsSettings:
+    """How many of the newest versions stay, beside the first."""
+
+    keep: int = 4
+
+    def __post_init__(self) -> None:
+        if self.keep < 2:
+            raise UserError(
+                f"adaptation.versions.keep is {self.keep}: at least 2, since readers may be in the last one."
+            )
 
 
 class Versions:
-    """The versions in `folder`, of the drafter that `described` tells of. Raises UserError for `keep` below 2."""
+    """The versions in `folder`, of the drafter that `described` tells of, and beside them `deltas` of their numbers."""
 
     def __init__(self, folder: Path, described: native.Export, card: str, keep: int = 4) -> None:
-        if keep < 2:
-            raise UserError(f"adaptation.versions.keep is {keep}: at least 2, since readers may be in the last one.")
-        self._folder, self._card, self._keep = folder, card, keep
+        self._folder, self._card, self._keep = folder, card, VersionsSettings(keep).keep
         self._described = successor(described)
 
     @property
@@ -57,7 +62,9 @@ class Versions:
         folder = self._folder / "versions" / f"{version:06d}"
         if not folder.exists():
             told = self._described.provenance | {"adaptation": {"version": version, **provenance}}
-            native.save(drafter, replace(self._described, provenance=told), drafter.vocab, folder, self._card)
+            note = f"Adapted by train/adapt.py: version {version} of a session, from {self._described.name!r}."
+            card = with_note(self._card, note) if version else self._card
+            native.save(drafter, replace(self._described, provenance=told), drafter.vocab, folder, card)
         self._point(folder)
         self._prune()
         return folder
@@ -70,11 +77,12 @@ class Versions:
             os.replace(temporary, self.current)
 
     def _prune(self) -> None:
-        """Delete old versions, but neither the first nor the current one."""
-        found = sorted(path for path in (self._folder / "versions").iterdir() if _NAME.fullmatch(path.name))
-        for path in found[1 : -self._keep]:
-            if path.resolve() != self.current.resolve():
-                shutil.rmtree(path)
+        """Delete old versions and deltas, but neither the first nor the current one."""
+        for kind in ("versions", "deltas"):
+            found = sorted(path for path in (self._folder / kind).glob("*") if _NAME.fullmatch(path.name))
+            for path in found[1 : -self._keep]:
+                if path.name != self.current.resolve().name:
+                    shutil.rmtree(path)
 
 
 class Swap:

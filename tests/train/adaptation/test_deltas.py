@@ -82,7 +82,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
     one = delta_of(node(Two(), 2, 1, ["one"]), "a", 1)
     with pytest.raises(UserError, match="different drafters"):
         merge([one, Delta("b", 1.0, {})])
-    for weights in ([1.0], [-1.0, 2.0], [0.0, 0.0]):
+    for weights in ([1.0], [-1.0, 2.0], [0.0, 0.0], 3, ["a", "b"], "ab"):
         with pytest.raises(UserError, match="weights"):
             merge([one, one], weights)
     with pytest.raises(UserError, match="nothing to merge"):

@@ -5,7 +5,9 @@ import random
 import statistics
 
 import pytest
+from omegaconf import OmegaConf
 
+from conf.compose import ROOT
 from models.errors import UserError
 from train.adaptation.drift import Cusum, Drift, PageHinkley
 
@@ -62,6 +64,27 @@ def test_a_fall_is_seen_soon_and_a_rise_or_steady_traffic_is_none(kind) -> None:
     assert sorted(late)[10] <= 15
 
 
+def test_the_defaults_see_code_turn_to_prose_and_seldom_what_is_not_there() -> None:
+    """Rates of 32 tokens each as an EAGLE drafter of code has them: 0.437 ± 0.206, and on prose 0.344 ± 0.177."""
+    given, late, false = defaults(), {"cusum": [], "page_hinkley": []}, 0
+    for seed in range(100):
+        drift = Drift(**given)
+        false += any(drift.update(value) for value in rates(0.437, 150, seed, 0.206))
+        drift = Drift(**given)
+        before = [drift.update(value) for value in rates(0.437, 100, seed, 0.206)]
+        found = [drift.update(value) for value in rates(0.344, 150, seed + 1000, 0.177)]
+        for name, delays in late.items():
+            if not any(name in alarms for alarms in before):
+                delays.append(next((i for i, alarms in enumerate(found) if name in alarms), 150))
+    assert false <= 25
+    for delays in late.values():
+        assert sorted(delays)[len(delays) // 2] <= 45 and sorted(delays)[len(delays) * 4 // 5] <= 80
+
+
+def defaults() -> dict[str, float]:
+    return dict(OmegaConf.load(ROOT / "adaptation" / "replay.yaml").drift)
+
+
 def test_a_request_without_a_draft_is_no_sign() -> None:
     with_gaps, without = Drift(5, 0.5, 3.0), Drift(5, 0.5, 3.0)
     values = rates(0.7, 12, 0) + rates(0.3, 12, 1)
@@ -70,7 +93,7 @@ def test_a_request_without_a_draft_is_no_sign() -> None:
     for value in values:
         assert with_gaps.update(math.nan) == []
         again.append(with_gaps.update(value))
-    assert (again == found and ["page_hinkley", "cusum"] in found) or any(found)
+    assert again == found and any(found)
 
 
 def test_a_restart_goes_on_the_same() -> None:

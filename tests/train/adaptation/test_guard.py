@@ -83,6 +83,11 @@ def test_the_first_drafter_is_what_others_are_measured_against() -> None:
     assert again.measure(other) == found and again.rolled_back() == 2 * SETTINGS.pause
 
 
+def test_pauses_grow_up_to_sixteen_times() -> None:
+    guard = Guard(GuardSettings(pause=3), tiny_target(), [], DECODE)
+    assert [guard.rolled_back() for _ in range(7)] == [3, 6, 12, 24, 48, 48, 48]
+
+
 @pytest.mark.parametrize("wrong", [{"every": 0}, {"num_prompts": 0}, {"max_loss": -0.1}, {"pause": -1}])
 def test_senseless_settings_are_refused(wrong: dict) -> None:
     with pytest.raises(UserError, match=rf"adaptation\.guard\.{next(iter(wrong))}"):

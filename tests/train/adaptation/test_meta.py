@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from data.streams import Request, Stream
 from engine.settings import DecodeSettings
 from models.errors import UserError
 from models.vocab import DraftVocab
 from tests.helpers.adaptation import EAGLE, learner_of
 from tests.helpers.drafters import build_shaken, prompts, tiny_target
 from train.adaptation.meta import MetaSettings, adapted_loss, check_domains, pre_adapt
-from train.meta import Batches, served
+from train.adaptation.sections import BufferSettings
+from train.meta import Batches, collect, served
 
 CENTRES = {"a": torch.tensor([1.0, 3.0]), "b": torch.tensor([2.0, -1.0])}
 
@@ -66,6 +68,23 @@ def test_a_start_learns_its_domains_in_fewer_steps(by: str) -> None:
     pre_adapt(parameters, loss, ["a", "b"], settings)
     after = {name: adapted_loss(parameters, loss, name, settings, 0) for name in records}
     assert all(after[name] < before[name] - 0.1 for name in records)
+
+
+def test_domains_that_are_kept_out_are_not_answered(monkeypatch) -> None:
+    asked = [Request([5, number, domain], "abc"[domain]) for number in range(6) for domain in range(3)]
+    monkeypatch.setattr("data.streams.open_stream", lambda *given: Stream(asked, []))
+    target = tiny_target(torch.float64)
+    drafter = build_shaken(EAGLE, target, DraftVocab(64), seed=3)
+    decode = DecodeSettings(8, 3, stop_token_ids=frozenset())
+    guard = {"num_prompts": 1}
+    given = {"adaptation": {"requests": 18, "guard": guard}, "batch": 1, "requests": 2, "stream": "", "seed": 0}
+    options = {**given, "meta": {"inner_steps": 1}}
+    for out, left in (([], "abc"), (["b"], "ac")):
+        found = collect(options, BufferSettings(8, "reservoir", 4, None, "ids", out), target, drafter, decode)
+        assert [sorted(each) for each in found] == [list(left)] * 2
+        assert all(int(record.token_ids[2]) == "abc".index(d) for each in found for d in each for record in each[d])
+    with pytest.raises(UserError, match="keep_out has 'd'"):
+        collect(options, BufferSettings(8, "reservoir", 4, None, "ids", ["d"]), target, drafter, decode)
 
 
 def test_senseless_settings_are_refused() -> None:

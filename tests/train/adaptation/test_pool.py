@@ -112,3 +112,11 @@ def test_a_restart_goes_on_the_same(detector: DomainDetector) -> None:
 def test_senseless_settings_are_refused(wrong: dict) -> None:
     with pytest.raises(UserError, match=f"adaptation.pool.{next(iter(wrong))}"):
         PoolSettings({}, **wrong)
+
+
+def test_an_expert_that_no_request_could_reach_is_refused() -> None:
+    with pytest.raises(UserError, match=r"pool\.experts has 'adapted', which is the drafter that learns"):
+        PoolSettings({"adapted": "FOLDER"})
+    with pytest.raises(UserError, match=r"pool\.experts has 'proze': the domains that are told apart are code, prose"):
+        PoolSettings({"prose": "FOLDER", "proze": "FOLDER"}, by="domain").check(["code", "prose"])
+    PoolSettings({"fast": "FOLDER"}).check(["code", "prose"])  # by score any name will do

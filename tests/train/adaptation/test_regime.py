@@ -14,7 +14,7 @@ from models.vocab import DraftVocab
 from tests.helpers.adaptation import EAGLE, LOSS, OPTIMIZER, equal, learner_of, records_of
 from tests.helpers.drafters import build_shaken, prompts, tiny_target
 from train.adaptation.batches import replay_batch
-from train.adaptation.regime import OnlineRegime, tail_divergence
+from train.adaptation.regime import LossSettings, OnlineRegime, OptimizerSettings, tail_divergence
 from train.adaptation.replay import ReplayBuffer
 
 DECODE = DecodeSettings(12, 3, stop_token_ids=frozenset())
@@ -91,7 +91,7 @@ def test_the_loss_is_a_loop_over_positions(target, drafter, steps: str) -> None:
     """Each position by itself: the drafter unrolls the text before it, and the last row tells its law."""
     records = records_of(target, drafter, prompts([4, 7, 5], 64, seed=2), DECODE, law_tokens=64)
     loss = {**LOSS, "steps": steps, "position_decay": 0.7}
-    regime = OnlineRegime(drafter, target, **loss, **OPTIMIZER, seed=0)
+    regime = OnlineRegime(drafter, target, LossSettings(**loss), OptimizerSettings(**OPTIMIZER), depth=3, seed=0)
     positions = [torch.arange(len(r.place))[::2] for r in records]
     found = regime.training_losses(replay_batch(records, positions, torch.device("cpu")), 0)
     total, weight, count = torch.zeros((), dtype=torch.float64), 0.0, 0
@@ -188,6 +188,18 @@ def test_a_mix_has_fresh_and_replayed_records_once_each(target, drafter) -> None
         assert len(mixed) == len(set(mixed)) == 6 and sum(request >= 8 for request in mixed) >= 3
     assert learner._mix([], ReplayBuffer(3, "reservoir")) == []
     assert len(learner._mix(records[8:], ReplayBuffer(3, "reservoir"))) == 4  # all that there are
+
+
+def test_a_step_on_positions_that_no_depth_learns_changes_nothing(target, drafter) -> None:
+    """Positions that were tested deeper, where only the first step is learnt: there is still a gradient, of zeros."""
+    records = records_of(target, drafter, prompts([4, 7, 5, 6], 64, seed=2), DECODE)
+    deep = [record for record in records if int(record.depth.max()) > 0]
+    learner = learner_of(copy.deepcopy(drafter), target, loss={"steps": "tested", "num_steps": 1})
+    batch = replay_batch(deep, [record.depth.argmax()[None] for record in deep], torch.device("cpu"))
+    found = learner.regime.training_losses(batch, 0)
+    assert found["positions"] == 0 and found["loss"] == 0
+    found["loss"].backward()
+    assert all(p.grad is None or not p.grad.any() for p in learner.drafter.parameters())
 
 
 def test_what_cannot_learn_is_refused(target, drafter) -> None:

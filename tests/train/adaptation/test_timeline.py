@@ -7,14 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 
 from data.streams import Request, Stream
+from models.errors import UserError
 from train.adaptation import report, timeline
 from train.adaptation.timeline import Row, paired, requests_to_win
 from train.adaptation.versus import RATES, versus
 
-ROW = Row(0, "code", "adapted", 0, 10, 20, 15, 10, 0.5, 10, 18, 15, 8, 1.0)
+ROW = Row(0, "code", "adapted", 0, 10.0, 20.0, 15.0, 10.0, 0.5, 10.0, 18.0, 15.0, 8.0, 1.0, 1.0)
 
 
 def rows_of(gains: list[float], domain: str = "prose", start: int = 0) -> list[Row]:
@@ -79,12 +81,48 @@ def test_a_report_tells_of_every_domain_and_of_what_was_done(tmp_path: Path) -> 
     assert report.plain(found)["compared"][1]["acceptance_rate"]["outside"] is True
     timeline.draw(rows, "code", 0.05, tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes()[1:4] == b"PNG"
-    timeline.write_csv(rows, tmp_path / "t.csv")
-    read = list(csv.DictReader((tmp_path / "t.csv").open()))
-    assert len(read) == 240 and read[12]["alarms"] == "cusum" and float(read[12]["update_s"]) == 2.4
+    assert "answers identical to plain decoding's: 240 of 240" in told
 
 
 def test_loggers_get_what_was_measured() -> None:
     found = timeline.metrics(ROW)
     assert found["acceptance_rate/code"] == 10 / 15 and found["block_efficiency/code"] == 2.0
     assert "loss" not in found and "guard/acceptance_rate" not in found
+
+
+def test_requests_of_experts_are_not_the_adapted_drafters() -> None:
+    own, expert = rows_of([0.0] * 60), [replace(r, member="expert") for r in rows_of([20.0] * 60, start=60)]
+    assert np.array_equal(paired([*own, *expert], "acceptance_rate"), paired(own, "acceptance_rate"))
+    found = report.report([*own, *expert], Stream([Request([1], "prose")] * 120, []), {})
+    (entry,) = found["compared"]
+    assert entry["acceptance_rate"].requests == 60 and not entry["acceptance_rate"].outside
+    told = "\n".join(found["told"])
+    assert "120 requests" in told and "answered by adapted 60, expert 60" in told
+
+
+def test_rows_come_back_from_the_csv_to_which_they_were_added(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    rows = [replace(r, domain='a "b",\nc', seconds=0.1 + r.request / 3) for r in rows_of([1.0] * 6)]
+    rows[2] = replace(rows[2], alarms="cusum", updated=1, update_s=2.4, loss=0.3, rolled_back=1, buffer=7)
+    timeline.write_csv(rows[:1], path)
+    timeline.append_csv(rows[1:4], path)
+    timeline.append_csv([], path)
+    timeline.append_csv(rows[4:], path)
+    found = timeline.read_csv(path, 6)
+    assert [repr(row) for row in found] == [repr(row) for row in rows]
+    assert all(type(getattr(found[2], name)) is int for name in ("request", "version", "updated", "buffer"))
+    for cut in (1, 9, 40):  # a kill while the last was written, whose commit then never came
+        path.write_text(path.read_text()[:-cut])
+        assert repr(timeline.read_csv(path, 5)) == repr(rows[:5])
+    with pytest.raises(UserError, match=r"has 6 rows, and 7 requests were served|is no timeline"):
+        timeline.read_csv(path, 7)
+    path.write_text("request,domain\n0,code\n")
+    with pytest.raises(UserError, match="is no timeline of this session"):
+        timeline.read_csv(path, 1)
+
+
+def test_what_was_logged_is_on_disk_at_once(tmp_path: Path) -> None:
+    logger = CSVLogger(str(tmp_path), name="metrics")
+    timeline.log([ROW, replace(ROW, request=1, updated=1, loss=0.25)], logger)
+    read = list(csv.DictReader((tmp_path / "metrics" / "version_0" / "metrics.csv").open()))
+    assert [row["step"] for row in read] == ["0", "1"] and read[1]["loss"] == "0.25" and read[0]["loss"] == ""

@@ -77,6 +77,17 @@ def test_a_reader_never_sees_half_a_version(target, drafter, tmp_path: Path) -> 
     assert not errors and all(sorted(set(read)) == list(range(8)) for read in seen)
     assert sorted(p.name for p in (tmp_path / "versions").iterdir()) == ["000000", "000006", "000007"]
     assert native.read(versions.current).provenance["adaptation"] == {"version": 7, "requests": 7}
+    cards = [(tmp_path / "versions" / name / "README.md").read_text() for name in ("000000", "000007")]
+    assert cards[0] == "card" and "version 7 of a session, from 'some'. What is measured below is of" in cards[1]
+
+
+def test_deltas_go_with_their_versions(target, drafter, tmp_path: Path) -> None:
+    versions = versions_in(tmp_path, target)
+    for number in range(5):
+        (tmp_path / "deltas" / f"{number:06d}").mkdir(parents=True)
+        versions.publish(drafter, number, {})
+    for kind in ("versions", "deltas"):
+        assert sorted(p.name for p in (tmp_path / kind).iterdir()) == ["000000", "000003", "000004"]
 
 
 def test_a_version_that_is_there_is_left_alone(target, drafter, tmp_path: Path) -> None:
