@@ -26,6 +26,9 @@ class GuardSettings:
     that passed comes back, with its optimizer; and no update is made for `pause` requests, twice as many each time that
     it happens again, up to 16 times as many. With `forget` the buffer loses what was served since. `enabled` false
     measures, and lets all pass.
+
+    The same holds for the `num_prompts` requests served last, where the drafter as it was handed in answered them as
+    well: what makes the very traffic that it learns from worse is undone altogether, back to that drafter.
     """
 
     enabled: bool = True

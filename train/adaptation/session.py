@@ -27,8 +27,9 @@ from train.adaptation.pool import ADAPTED, Pool
 from train.adaptation.records import Record, Recorder, RecordLog
 from train.adaptation.replay import ReplayBuffer
 from train.adaptation.sections import WhenSettings
-from train.adaptation.timeline import Row, append_csv, counts, read_csv, write_csv
+from train.adaptation.timeline import Row, append_csv, counts, paired, read_csv, write_csv
 from train.adaptation.versions import Observers, Swap, Versions
+from train.adaptation.versus import Versus, versus
 from train.callbacks import AtomicCheckpoints
 
 _FRESH_UPDATES = 4  # as many fresh texts are kept as a step reads, so many times
@@ -71,6 +72,7 @@ class _Progress:
     good_after: int = -1  # the last request that that one has learnt from
     paused_until: int = 0
     alarmed_until: int = 0
+    judged_from: int = 0  # the first request whose answers say what the adapted drafter is worth on the traffic
     rows: list[Row] = field(default_factory=list)
 
 
@@ -83,6 +85,7 @@ class Session:
         self._swap = Swap(parts.serving)
         self._fresh: list[Record] = []
         self._good: dict[str, Any] = {}
+        self._start = folder / "start.ckpt"  # the learner's state before it learnt anything
         self._told: Callable[[list[Row]], None] | None = None
         self._checkpoint, self._timeline = folder / "state.ckpt", folder / "timeline.csv"
         self._committed = 0  # rows that are on disk
@@ -206,22 +209,38 @@ class Session:
         row: dict[str, Any] = {"guard_acceptance": found.adapted, "guard_change": found.difference}
         row |= {"guard_low": found.interval[0], "guard_high": found.interval[1]}
         row["guard_s"] = time.perf_counter() - started
+        served = self._on_served()
+        if served is not None:
+            row["served_change"] = served.difference
         at.looked = at.updates
-        if parts.guard.settings.refuses(found):
-            self._roll_back(request)
-            row["rolled_back"] = 1
+        if served is not None and parts.guard.settings.refuses(served):
+            self._good, at.good_after, at.good_learnt = AtomicCheckpoints().load_checkpoint(self._start), -1, 0
+            row["rolled_back"] = self._roll_back(request)
+        elif parts.guard.settings.refuses(found):
+            row["rolled_back"] = self._roll_back(request)
         else:
             self._good, at.good_after, at.good_learnt = parts.learner.state(), request, at.learnt
         return row
 
-    def _roll_back(self, request: int) -> None:
-        """Back to the last drafter that passed; what was served since is no longer learnt."""
+    def _on_served(self) -> Versus | None:
+        """The adapted drafter on the requests that it answered last, beside the one that was handed in.
+
+        Of as many as the guard holds out, and since weights were last undone; None before there are as many.
+        """
+        wanted = self.parts.guard.settings.num_prompts
+        since = [r for r in self._at.rows if r.version > 0 and r.request >= self._at.judged_from]
+        table = paired([row for row in since if row.frozen_tested == row.frozen_tested], "acceptance_rate")[-wanted:]
+        return versus("served", table) if len(table) == wanted else None
+
+    def _roll_back(self, request: int) -> int:
+        """Back to the last drafter that passed; what was served since is no longer learnt. Returns 1, for the row."""
         parts, at = self.parts, self._at
         parts.learner.load_state(self._good)
-        at.learnt = at.good_learnt
+        at.learnt, at.judged_from = at.good_learnt, request + 1
         at.paused_until = request + 1 + parts.guard.rolled_back()
         if parts.guard.settings.forget:
             parts.buffer.forget(at.good_after)
+        return 1
 
     def _publish(self) -> None:
         """Make the version that was committed last an export that others can read."""
@@ -243,6 +262,7 @@ class Session:
             write_csv([], self._timeline)
             parts.guard.measure(parts.serving)
             self._good = parts.learner.state()
+            AtomicCheckpoints().save_checkpoint(self._good, self._start)
             self._commit()
         self._publish()
 

@@ -55,6 +55,7 @@ class Row:
     guard_low: float = float("nan")  # ... and the 95% interval of that
     guard_high: float = float("nan")
     guard_s: float = 0.0
+    served_change: float = float("nan")  # of the requests served last, less that of the drafter as it was handed in
     rolled_back: int = 0
     buffer: int = 0
 

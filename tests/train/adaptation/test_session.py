@@ -220,6 +220,30 @@ def test_a_rollback_brings_weights_and_optimizer_back(target, stream, tmp_path: 
     assert len(session.parts.buffer) == 0 and session._at.learnt == 0
 
 
+def test_what_is_worse_on_the_traffic_itself_is_undone_altogether(target, stream, tmp_path: Path) -> None:
+    """Held-out old requests let all pass; yet the served ones say that the handed-in drafter was better."""
+    guard = GuardSettings(every=1, max_loss=0.02, stop_loss=0.04, pause=2, num_prompts=4)
+    weights = taught(target, stream)
+    spoilt = {"learner": {"lr": 1.0, "updates": {"fresh_share": 1.0}}}
+    known = [Request(prompt, "old") for prompt in stream.of("old")] * 4
+    session = session_of(target, tmp_path, Stream(known, stream.held_out), guard=guard, weights=weights, **spoilt)
+    start = session.parts.learner.state()
+    session.parts.guard.baseline = 0 * session.parts.guard.baseline + [0, 9]  # of the old ones nothing was accepted
+    first = None
+    for number, request in enumerate(known):
+        row = session.absorb(session.serve(number, request))
+        if row.rolled_back:
+            first = row
+            break
+        assert not row.guard_change < 0
+    assert first is not None and first.served_change < -0.02
+    judged = [r for r in session.rows if r.version > 0 and r.request < first.request][-4:]
+    assert len(judged) == 4
+    _same(session.parts.learner.state(), start)
+    assert equal(session.parts.serving.state_dict(), session.parts.frozen.state_dict())
+    assert len(session.parts.buffer) == 0 and session._at.learnt == 0 and session._on_served() is None
+
+
 @pytest.mark.parametrize("count", [10, 11])
 def test_no_weights_stay_that_the_guard_never_saw(count: int, target, tmp_path: Path) -> None:
     """The last of five updates is no fourth one: it is looked at behind the last request, be that its own or not."""
