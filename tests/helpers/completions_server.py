@@ -92,19 +92,22 @@ class _Handler(BaseHTTPRequestHandler):
             server.at_once += 1
             server.most = max(server.most, server.at_once)
         try:
-            self._complete(asked, failure)
-        finally:
+            reply = self._reply(asked, failure)
+        finally:  # before it is sent: who has it may ask for the next at once
             with server.lock:
                 server.at_once -= 1
+        self._say(*reply)
 
-    def _complete(self, asked: dict[str, Any], failure: dict[str, Any]) -> None:
+    def _reply(
+        self, asked: dict[str, Any], failure: dict[str, Any]
+    ) -> tuple[int, dict[str, Any], dict[str, str], bool]:
         if "die_s" in failure:
             os._exit(int(10 * failure["die_s"]))
         time.sleep(failure.get("silent_s", 0))
         if "status" in failure:
             headers = {"Retry-After": str(failure["retry_after"])} if "retry_after" in failure else {}
-            return self._say(failure["status"], {"error": {"message": f"told to fail: {failure['status']}"}}, headers)
-        self._say(200, self.server.complete(asked, failure), cut=bool(failure.get("cut")))
+            return failure["status"], {"error": {"message": f"told to fail: {failure['status']}"}}, headers, False
+        return 200, self.server.complete(asked, failure), {}, bool(failure.get("cut"))
 
     def _say(self, status: int, told: dict[str, Any], headers: dict[str, str] | None = None, cut: bool = False) -> None:
         body = json.dumps(told).encode()
