@@ -31,7 +31,7 @@ EXPORT = f"export={RUN / 'export'}"
 MEASURE = ("acceptance", EXPORT, "prompts=stdlib", "num_prompts=1", "temperatures=[0]", "decode.max_new_tokens=8")
 CONVERT = ("export", EXPORT, "format=vllm_eagle")
 STEP = "train.callbacks:LastCheckpoint.on_train_batch_end"
-CHUNK = "data.answers:_answer_chunk"
+CHUNK = "data.engine_generator:_answer_chunk"
 PLACES = {  # where a fault strikes: before the second of three chunks, behind step 4, before the table, in writing
     "data": (CHUNK, 2),
     "training": (STEP, 5),
