@@ -96,7 +96,7 @@ def test_markdown_and_picture(tmp_path: Path) -> None:
         (["compare.drafters=[eagle,eagle]"], "each once"),
         (["compare.drafters=[eegle]"], "there is no drafter 'eegle'"),
         (["compare.drafters=[eagle]", "+compare.overrides.suffix=[]"], "names 'suffix', which is not among"),
-        (["compare.minutes=0"], "must be above 0"),
+        (["compare.minutes=0"], "must be a number above 0"),
         (["compare.minutes=1", "fit.max_steps=5"], "two budgets"),
         (["+compare.overrides.eagle='drafter.training.lr=1'"], "give a list of settings"),
         (["+compare.overrides.eagle=['drafter.training.lrr=1']"], "Did you mean 'drafter.training.lr'"),

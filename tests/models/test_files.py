@@ -18,7 +18,7 @@ from models.files import alone_in, clear_leftovers, damaged_files, tensors_sha25
 HOLD = """
 import sys, time
 from pathlib import Path
-from models.files import alone_in, remove_temporaries
+from models.files import alone_in
 with alone_in(Path(sys.argv[1])):
     print("in", flush=True)
     time.sleep(60)
