@@ -48,11 +48,6 @@ def render_prompt(target: Target, messages: list[Message], tools: Tools | None =
     return _render(target, messages, tools, add_generation_prompt=True)[0]
 
 
-def encode_prompt(target: Target, messages: list[Message], tools: Tools | None = None) -> list[int]:
-    """Token ids of a conversation up to and including the header of the assistant's next answer."""
-    return target.encode(render_prompt(target, messages, tools))
-
-
 @dataclass(slots=True)
 class _Text:
     """A conversation as rendered, and what of it the assistant said."""

@@ -211,16 +211,16 @@ class Step:
         """Within, the time of losses over the vocabulary adds up; their gradients are a part of it."""
         from train import losses
 
-        inner, made = losses._Chunked.forward, list[Any]()
+        inner, within = losses._Chunked.forward, False
 
         def forward(*args: Any) -> Any:
-            if made:  # a loss within a loss
+            nonlocal within
+            if within:  # a loss within a loss
                 return inner(*args)
-            made.append(None)
-            self._loss_s += self.timed(lambda: made.append(inner(*args)))
-            found = made.pop()
-            made.clear()
-            return found
+            within, found = True, list[Any]()
+            self._loss_s += self.timed(lambda: found.append(inner(*args)))
+            within = False
+            return found[0]
 
         with mock.patch.object(losses._Chunked, "forward", staticmethod(forward)):
             yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import resource
@@ -23,9 +22,9 @@ from data.progress import Progress
 from engine.loop import generate
 from engine.settings import DecodeSettings
 from models.errors import Terminated
-from models.files import replacing, write_json
+from models.files import write_json
 from models.target import Target
-from train.checkpoints import load, previous, random_state, set_random_state, write_kept
+from train.checkpoints import load, previous, random_state, save, set_random_state, write_kept
 
 _LINUX = Path("/proc/self")
 
@@ -207,10 +206,7 @@ class AtomicCheckpoints(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        content = io.BytesIO()  # torch.save hides what the disk said
-        torch.save(checkpoint, content)
-        with replacing(Path(path), previous(Path(path))) as temporary:
-            temporary.write_bytes(content.getbuffer())
+        save(checkpoint, Path(path), keep=previous(Path(path)))
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = True

@@ -5,6 +5,7 @@ A checkpoint is torch's own zip archive, of which torch writes a checksum for ev
 
 from __future__ import annotations
 
+import io
 import random
 import zipfile
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from models.checkpoint import native
 from models.errors import UserError
-from models.files import tensors_sha256, write_tensors
+from models.files import replacing, tensors_sha256, write_tensors
 
 _SHA256 = "sha256"
 
@@ -26,6 +27,17 @@ _SHA256 = "sha256"
 def previous(path: Path) -> Path:
     """Where the checkpoint before that at `path` is kept."""
     return path.with_name(f"previous-{path.name}")
+
+
+def save(checkpoint: Mapping[str, Any], path: Path, keep: Path | None = None) -> None:
+    """Write a checkpoint, whole or not at all; that which was at `path` before is then at `keep`, if that is given.
+
+    Raises UserError where the disk refuses.
+    """
+    content = io.BytesIO()  # torch.save hides what the disk said
+    torch.save(checkpoint, content)
+    with replacing(path, keep) as temporary:
+        temporary.write_bytes(content.getbuffer())
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -77,15 +77,6 @@ class _Chunked(torch.autograd.Function):
         return (None, None, *(None if grad is None else grad * upstream[0] for grad in ctx.grads))
 
 
-def soft_cross_entropy(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """−Σ_x p(x) log q(x) per row, with p = softmax(target) and q = softmax(draft): (M, Vd), (M, Vd) → (M,).
-
-    Laws and losses are in float32 at least.
-    """
-    dtype = torch.promote_types(draft_logits.dtype, torch.float32)
-    return -(target_logits.softmax(-1, dtype=dtype) * draft_logits.log_softmax(-1, dtype=dtype)).sum(-1)
-
-
 def top_k_cross_entropy(draft_logits: Tensor, target_logits: Tensor, top_k: int) -> Tensor:
     """−Σ p(x) log q(x) per row over the `top_k` tokens x of the largest p, all if they are fewer: (M, Vd) twice → (M,).
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from data.prompts import parse_row
-from data.template import encode_conversation, encode_prompt, messages_of
+from data.template import encode_conversation, messages_of, render_prompt
 from models.errors import UserError
 from models.target import Target
 from tests.helpers.chat_templates import DEEPSEEK_R1, ENDS, MISTRAL, SPECIAL, TEMPLATES, Template
@@ -73,13 +73,13 @@ def test_an_answer_that_later_turns_do_not_show_has_a_text_of_its_own(tiny: Targ
 
 def test_a_prompt_ends_with_the_header_of_the_answer(tiny: Target) -> None:
     target = with_template(tiny, PLAIN)
-    ids = encode_prompt(target, messages_of(("hello",), (), None))
+    ids = target.encode(render_prompt(target, messages_of(("hello",), (), None)))
     assert target.tokenizer.decode(ids) == "<user>hello\n<assistant>"
 
 
 def test_a_target_without_a_template_is_refused_by_name(tiny: Target) -> None:
     with pytest.raises(UserError, match=r"Target 'tiny' has no chat template"):
-        encode_prompt(tiny, messages_of(("hello",), (), None))
+        render_prompt(tiny, messages_of(("hello",), (), None))
 
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -182,7 +182,7 @@ def test_masks_of_real_templates_are_those_of_a_plain_writer(tiny: Target, name:
     assert rows == expected_rows(target, TEMPLATES[name], messages, tools)
     assert len(rows) == ROWS.get((name, talk), 1)
     first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
-    assert rows[0][0][: rows[0][1].index(1)] == encode_prompt(target, messages[:first], tools)
+    assert rows[0][0][: rows[0][1].index(1)] == target.encode(render_prompt(target, messages[:first], tools))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_an_answer_that_does_not_follow_its_header_is_refused(
 def test_what_the_template_refuses_is_said(tiny: Target) -> None:
     twice = [{"role": "user", "content": "a?"}, {"role": "user", "content": "b?"}]
     with pytest.raises(UserError, match="'tiny' refuses a conversation: roles must alternate"):
-        encode_prompt(for_templates(tiny, MISTRAL), twice)
+        render_prompt(for_templates(tiny, MISTRAL), twice)
 
 
 def test_a_row_with_tools_and_thoughts_is_kept_whole_and_asked_up_to_the_first_call(tiny: Target) -> None:

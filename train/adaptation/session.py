@@ -20,6 +20,7 @@ from engine.settings import DecodeSettings
 from models.errors import UserError
 from models.files import clear_leftovers
 from models.target import Target
+from train import checkpoints
 from train.adaptation.drift import Drift
 from train.adaptation.guard import Guard, GuardSettings
 from train.adaptation.learner import Learner, Updates
@@ -30,7 +31,6 @@ from train.adaptation.sections import WhenSettings
 from train.adaptation.timeline import Row, append_csv, counts, paired, read_csv, write_csv
 from train.adaptation.versions import Observers, Swap, Versions
 from train.adaptation.versus import Versus, versus
-from train.callbacks import AtomicCheckpoints
 
 _FRESH_UPDATES = 4  # as many fresh texts are kept as a step reads, so many times
 _NOT_ALWAYS = ("frozen_rounds", "frozen_emitted", "frozen_tested", "frozen_accepted", "identical", "as_plain")
@@ -214,7 +214,7 @@ class Session:
             row["served_change"] = served.difference
         at.looked = at.updates
         if served is not None and parts.guard.settings.refuses(served):
-            self._good, at.good_after, at.good_learnt = AtomicCheckpoints().load_checkpoint(self._start), -1, 0
+            self._good, at.good_after, at.good_learnt = checkpoints.load(self._start), -1, 0
             row["rolled_back"] = self._roll_back(request)
         elif parts.guard.settings.refuses(found):
             row["rolled_back"] = self._roll_back(request)
@@ -257,12 +257,12 @@ class Session:
         for name in (".", "records", "versions", "deltas"):
             clear_leftovers(self.folder / name)
         if self._checkpoint.exists():
-            self._restore(AtomicCheckpoints().load_checkpoint(self._checkpoint))
+            self._restore(checkpoints.load(self._checkpoint))
         else:
             write_csv([], self._timeline)
             parts.guard.measure(parts.serving)
             self._good = parts.learner.state()
-            AtomicCheckpoints().save_checkpoint(self._good, self._start)
+            checkpoints.save(self._good, self._start)
             self._commit()
         self._publish()
 
@@ -280,7 +280,7 @@ class Session:
             "guard": parts.guard.state(),
             "pool": parts.pool.state(),
         }
-        AtomicCheckpoints().save_checkpoint(state, self._checkpoint)
+        checkpoints.save(state, self._checkpoint)
         self._committed = len(at.rows)
         parts.log.keep_only([*parts.buffer.requests, *(record.request for record in self._fresh)])
         if new and self._told is not None:

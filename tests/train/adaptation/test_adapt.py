@@ -15,7 +15,7 @@ import torch
 from models.checkpoint import native
 from models.target import Target, load_target
 from tests.helpers.adaptation import equal, tiny_export
-from train.callbacks import AtomicCheckpoints
+from train.checkpoints import load
 
 ROOT = Path(__file__).parents[3]
 SMALL = [
@@ -87,7 +87,7 @@ def test_a_killed_session_ends_as_an_undisturbed_one(export: Path, target: Targe
     assert rows_of(killed) == rows_of(whole) and len(rows_of(whole)) == 18
     drafters = [native.load(folder / "current", target).state_dict() for folder in (whole, killed)]
     assert equal(*drafters) and not equal(drafters[0], native.load(export, target).state_dict())
-    states = [AtomicCheckpoints().load_checkpoint(folder / "state.ckpt") for folder in (whole, killed)]
+    states = [load(folder / "state.ckpt") for folder in (whole, killed)]
     for key in ("buffer", "fresh", "drift", "guard"):
         assert states[0][key] == states[1][key]
     for ours, theirs in zip(*(s["learner"]["optimizer"]["state"].values() for s in states), strict=True):

@@ -19,6 +19,7 @@ from engine.loop import generate
 from models.checkpoint import native
 from tests.helpers.adaptation import equal, random_stream, session_of, taught
 from tests.helpers.drafters import tiny_target
+from train import checkpoints
 from train.adaptation import deltas
 from train.adaptation.guard import Guard, GuardSettings
 from train.adaptation.learner import Learner
@@ -27,7 +28,6 @@ from train.adaptation.replay import ReplayBuffer
 from train.adaptation.sections import WhenSettings
 from train.adaptation.session import Session
 from train.adaptation.versions import Versions
-from train.callbacks import AtomicCheckpoints
 
 ROOT = Path(__file__).parents[3]
 
@@ -89,8 +89,8 @@ class Killed(BaseException):
 PLACES = {
     "before a record is written": (RecordLog, "write", False),
     "behind a record": (RecordLog, "write", True),
-    "before a checkpoint": (AtomicCheckpoints, "save_checkpoint", False),
-    "behind a checkpoint": (AtomicCheckpoints, "save_checkpoint", True),
+    "before a checkpoint": (checkpoints, "save", False),
+    "behind a checkpoint": (checkpoints, "save", True),
     "before records are deleted": (RecordLog, "keep_only", False),
     "before a version is written": (Versions, "publish", False),
     "before the link is exchanged": (Versions, "_point", False),
@@ -111,12 +111,12 @@ def killed(
     owner, name, behind = PLACES[place]
     real, count = getattr(owner, name), 0
 
-    def killing(self: Any, *arguments: Any) -> Any:
+    def killing(*arguments: Any) -> Any:
         nonlocal count
         count += 1
         if count == kill_at and not behind:
             raise Killed
-        found = real(self, *arguments)
+        found = real(*arguments)
         if count == kill_at:
             raise Killed
         return found
@@ -132,7 +132,7 @@ def assert_same_end(session: Session, expected: Session) -> None:
     assert told(session) == told(expected)
     assert equal(session.parts.serving.state_dict(), expected.parts.serving.state_dict())
     assert session.parts.buffer.requests == expected.parts.buffer.requests
-    ours, theirs = (AtomicCheckpoints().load_checkpoint(s.folder / "state.ckpt") for s in (session, expected))
+    ours, theirs = (checkpoints.load(s.folder / "state.ckpt") for s in (session, expected))
     for part in ("learner", "good", "buffer", "fresh", "drift", "guard"):
         _same(ours[part], theirs[part])
     assert session.parts.versions.current.resolve().name == f"{expected.version:06d}"
@@ -286,7 +286,7 @@ def test_rows_are_told_once_and_lie_in_no_checkpoint(target, stream, undisturbed
     session = session_of(target, tmp_path, stream)
     session.run(lambda rows: note(rows, told))
     assert told == list(range(10))
-    state = AtomicCheckpoints().load_checkpoint(tmp_path / "state.ckpt")
+    state = checkpoints.load(tmp_path / "state.ckpt")
     assert state["at"]["next"] == 10 and "rows" not in state["at"]
     lines = (tmp_path / "timeline.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in lines] == ["request", *map(str, range(10))]
@@ -329,6 +329,7 @@ def test_a_sigkill_leaves_nothing(target, stream, undisturbed, tmp_path: Path) -
     session = session_of(target, tmp_path, stream)
     assert not [path for path in tmp_path.rglob(".*") if path.suffix in (".tmp", ".old")]
     session.run()
+    assert not list(tmp_path.glob("previous-*"))  # a state is replaced at one stroke: no moment is without one
     assert_same_end(session, undisturbed)
 
 
