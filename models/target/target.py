@@ -25,6 +25,7 @@ from models import packing, tree
 from models.cache import KVCache
 from models.errors import UserError
 from models.linear import accelerate
+from models.target.capture import ending_before, states_entering
 from models.target.head import Head, linears_of
 from models.target.lean import LeanDecoder
 
@@ -169,6 +170,20 @@ class Target(nn.Module):
         hidden = torch.cat([captured[index] for index in wanted], dim=-1) if wanted else None
         return TargetOutput(last, hidden)
 
+    def states(self, token_ids: Tensor, capture_layers: tuple[int, ...]) -> Tensor:
+        """States (B, S, L·D) of whole texts (B, S) at one layer or more; layers behind the last of them are not run."""
+        wanted = [self.layer_index(layer) for layer in capture_layers]
+        if (deepest := max(wanted)) == self.num_layers:
+            hidden = self(token_ids, capture_layers=capture_layers).hidden
+            assert hidden is not None
+            return hidden
+        if self._lean is not None:
+            captured = self._lean.entering(token_ids, set(wanted))
+        else:
+            with states_entering(self.layers, set(wanted)) as captured, ending_before(self.layers[deepest]):
+                self.model.base_model(input_ids=token_ids, use_cache=False)
+        return torch.cat([captured[index] for index in wanted], dim=-1)
+
     def _hooked(
         self,
         token_ids: Tensor,
@@ -177,13 +192,8 @@ class Target(nn.Module):
         cache: KVCache | None,
         wanted: set[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The model's own forward pass, with hooks that keep the states entering the layers `wanted`."""
-        captured: dict[int, Tensor] = {}
-        hooks = [
-            self.layers[index].register_forward_pre_hook(_keep_input(captured, index), with_kwargs=True)
-            for index in wanted - {self.num_layers}
-        ]
-        try:
+        """The model's own forward pass, and the states entering the layers `wanted`."""
+        with states_entering(self.layers, wanted - {self.num_layers}) as captured:
             last: Tensor = self.model.base_model(
                 input_ids=token_ids,
                 position_ids=position_ids,
@@ -191,9 +201,6 @@ class Target(nn.Module):
                 cache=cache,
                 use_cache=cache is not None,
             ).last_hidden_state
-        finally:
-            for hook in hooks:
-                hook.remove()
         return last, captured
 
     def accelerate(self) -> None:
@@ -358,13 +365,6 @@ def _max_positions(config: Any) -> int:
     longest: int = getattr(config, "max_position_embeddings", None) or 2**20
     rope = getattr(config, "rope_parameters", None) or {}
     return min(longest, rope["original_max_position_embeddings"]) if rope.get("rope_type") == "longrope" else longest
-
-
-def _keep_input(store: dict[int, Tensor], index: int) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        store[index] = args[0] if args else kwargs["hidden_states"]
-
-    return hook
 
 
 def _decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
