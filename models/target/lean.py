@@ -59,10 +59,12 @@ class LeanDecoder:
         x, captured = self._run(self._layers, token_ids, position_ids, attention_mask, cache, wanted)
         return self._norm(x), captured
 
-    def entering(self, token_ids: Tensor, wanted: Collection[int]) -> dict[int, Tensor]:
+    def entering(
+        self, token_ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, wanted: Collection[int]
+    ) -> dict[int, Tensor]:
         """States of whole texts (B, S) that enter the layers `wanted`; the deepest of these is the first not run."""
         deepest = max(wanted)
-        x, captured = self._run(self._layers[:deepest], token_ids, None, None, None, wanted)
+        x, captured = self._run(self._layers[:deepest], token_ids, position_ids, attention_mask, None, wanted)
         return {**captured, deepest: x}
 
     def _run(

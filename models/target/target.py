@@ -157,8 +157,7 @@ class Target(nn.Module):
         (B, S) tell which of several texts in a row each token is of (`models.packing`), in place of positions and mask.
         """
         if segments is not None:
-            masks = {kind: packing.attention_mask(segments, window) for kind, window in self._windows.items()}
-            position_ids, attention_mask = packing.positions(segments), self._as_read(masks)
+            position_ids, attention_mask = self._within(segments)
         wanted = [self.layer_index(layer) for layer in capture_layers]
         if self._lean is not None and not isinstance(attention_mask, dict):
             last, captured = self._lean(
@@ -170,18 +169,27 @@ class Target(nn.Module):
         hidden = torch.cat([captured[index] for index in wanted], dim=-1) if wanted else None
         return TargetOutput(last, hidden)
 
-    def states(self, token_ids: Tensor, capture_layers: tuple[int, ...]) -> Tensor:
-        """States (B, S, L·D) of whole texts (B, S) at one layer or more; layers behind the last of them are not run."""
+    def _within(self, segments: Tensor) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
+        """Positions (B, S) of tokens in their own texts, and masks that let them read those alone."""
+        masks = {kind: packing.attention_mask(segments, window) for kind, window in self._windows.items()}
+        return packing.positions(segments), self._as_read(masks)
+
+    def states(self, token_ids: Tensor, capture_layers: tuple[int, ...], segments: Tensor | None = None) -> Tensor:
+        """States (B, S, L·D) of whole texts (B, S) at one layer or more; layers behind the last of them are not run.
+
+        `segments` (B, S) as `forward` has them.
+        """
         wanted = [self.layer_index(layer) for layer in capture_layers]
         if (deepest := max(wanted)) == self.num_layers:
-            hidden = self(token_ids, capture_layers=capture_layers).hidden
+            hidden = self(token_ids, capture_layers=capture_layers, segments=segments).hidden
             assert hidden is not None
             return hidden
-        if self._lean is not None:
-            captured = self._lean.entering(token_ids, set(wanted))
+        positions, mask = (None, None) if segments is None else self._within(segments)
+        if self._lean is not None and not isinstance(mask, dict):
+            captured = self._lean.entering(token_ids, positions, mask, set(wanted))
         else:
             with states_entering(self.layers, set(wanted)) as captured, ending_before(self.layers[deepest]):
-                self.model.base_model(input_ids=token_ids, use_cache=False)
+                self.model.base_model(input_ids=token_ids, position_ids=positions, attention_mask=mask, use_cache=False)
         return torch.cat([captured[index] for index in wanted], dim=-1)
 
     def _hooked(
