@@ -102,7 +102,7 @@ class Rows:
     def _features(self, text: Text, reading: Reading) -> TargetFeatures:
         token_ids = torch.tensor([text.token_ids], device=self.target.device)
         layers = self.drafter.capture_layers if reading.layers is None else reading.layers
-        hidden = self.target(token_ids, capture_layers=layers).hidden if layers else None
+        hidden = self.target.states(token_ids, layers) if layers else None
         if hidden is not None and reading.states:
             hidden = moved(hidden, reading.states)
         following = moved(token_ids[..., None], -1 - reading.tokens)[..., 0]

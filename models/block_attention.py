@@ -109,5 +109,5 @@ class BlockStack(DecoderStack):
         """Rows (B, A, Q, D) at positions (B or 1, A, Q) → (B, A, Q, D); `allowed` as `attend` has it."""
         rotary = self.rotary(x, positions.flatten(1))
         for layer, rows in zip(self.layers, context, strict=True):
-            x = layer(x, rotary, rows, allowed)
+            x = self.recomputed(layer, x, rotary, rows, allowed)
         return x

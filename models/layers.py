@@ -20,6 +20,7 @@ from typing_extensions import TypedDict
 
 from models import packing
 from models.errors import UserError
+from models.recompute import Recomputing
 from models.target.target import Target
 
 
@@ -34,16 +35,19 @@ class UnrolledMemory:
     """Keys of training-time steps 0, 1, ... side by side: after step s, (1 + s)·S rows."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self._steps: dict[int, list[Tensor]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Append this step's rows and return those of all steps."""
-        if layer_idx in self._rows:
-            keys, values = self._rows[layer_idx]
-            key_states = torch.cat([keys, key_states], dim=2)
-            value_states = torch.cat([values, value_states], dim=2)
-        self._rows[layer_idx] = (key_states, value_states)
-        return key_states, value_states
+        steps = self.steps(layer_idx)
+        steps += [key_states, value_states]
+        if len(steps) == 2:
+            return key_states, value_states
+        return torch.cat(steps[::2], dim=2), torch.cat(steps[1::2], dim=2)
+
+    def steps(self, layer_idx: int) -> list[Tensor]:
+        """A layer's keys and values of step 0, 1, ..., in turn; what is appended is remembered."""
+        return self._steps.setdefault(layer_idx, [])
 
 
 def unrolled_mask(num_rows: int, step: int, device: torch.device, segments: Tensor | None = None) -> Tensor | None:
@@ -196,8 +200,11 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class DecoderStack(nn.Module):
-    """A few decoder layers and the RoPE they share; no norm behind the last."""
+class DecoderStack(Recomputing):
+    """A few decoder layers and the RoPE they share; no norm behind the last.
+
+    It recomputes with a memory that tells its `steps`, as `UnrolledMemory` does.
+    """
 
     def __init__(self, config: LlamaConfig, *, first_input_norm: bool = True) -> None:
         super().__init__()
@@ -218,8 +225,27 @@ class DecoderStack(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, memory: Memory, mask: Tensor | None) -> Tensor:
         """x (B, Q, D), positions (B or 1, Q), mask (B or 1, 1, Q, W) or None for causal → (B, Q, D)."""
         rotary = self.rotary(x, positions)
+        twice = self.recompute and hasattr(memory, "steps")
         for layer in self.layers:
-            x = layer(x, rotary, memory, mask)
+            x = self._remembering(layer, x, rotary, memory, mask) if twice else layer(x, rotary, memory, mask)
+        return x
+
+    def _remembering(
+        self, layer: Any, x: Tensor, rotary: tuple[Tensor, Tensor], memory: Any, mask: Tensor | None
+    ) -> Tensor:
+        """layer(x, ...), which may be computed twice, but whose keys and values are remembered once."""
+        index: int = layer.self_attn.layer_idx
+
+        def run(x: Tensor, *before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            own = UnrolledMemory()
+            own.steps(index).extend(before)
+            out = layer(x, rotary, own, mask)
+            keys, values = own.steps(index)[-2:]
+            return out, keys, values
+
+        steps: list[Tensor] = memory.steps(index)
+        x, keys, values = self.recomputed(run, x, *steps)
+        steps += [keys, values]
         return x
 
 

@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 from models.errors import UserError
 from models.law_drafting import DraftsTrees
 from models.layers import MLP, RMSNorm, moved_up
+from models.recompute import Recomputing
 from models.target import Target
 from models.tree_drafting import Expander
 from models.types import TargetFeatures
@@ -94,7 +95,7 @@ class LightState:
         self.layers = [state[rows] for state in self.layers]
 
 
-class LightDrafter(DraftsTrees, nn.Module):
+class LightDrafter(DraftsTrees, Recomputing):
     """`layers` over fc([emb(x_{t+1}); f_t]); embedding and head are the target's, and frozen."""
 
     num_future = 1
@@ -148,7 +149,7 @@ class LightDrafter(DraftsTrees, nn.Module):
         """
         x, found = self.fc(self.window(token_ids, past).to(self.fc.weight.dtype)), []
         for layer, state in zip(self._layers, states, strict=True):
-            x, after = layer.scan(x, state, each)
+            x, after = self.recomputed(layer.scan, x, state, each)
             found.append(after)
         return x, found
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from models import tree
 from models.cache import KVCache
 from models.law_drafting import DraftsTrees
-from models.layers import MLP, Attention, Memory, RMSNorm
+from models.layers import MLP, Attention, Memory, RMSNorm, UnrolledMemory
 from models.target import Target
 from models.tree_drafting import Expander
 from models.types import TargetFeatures
@@ -62,6 +62,8 @@ class LayersFrom:
 
     def __init__(self, memory: Memory, first: int) -> None:
         self._memory, self._first = memory, first
+        if isinstance(memory, UnrolledMemory):
+            self.steps = lambda layer_idx: memory.steps(first + layer_idx)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """As the memory's own."""

@@ -111,7 +111,7 @@ class BlockParallel(LawMatching):
         dtype = torch.promote_types(target_logits.dtype, torch.float32)
         if self.drafter.confidence_head is None or not self.drafter.vocab.reduced:
             return target_logits.new_ones((*target_logits.shape[:-1], 1), dtype=dtype)
-        norms = [x.to(dtype).logsumexp(-1, keepdim=True) for x in (target_logits, self.target.head(true))]
+        norms = [x.to(dtype).logsumexp(-1, keepdim=True) for x in (target_logits, self.whole_logits(true))]
         return (norms[0] - norms[1]).exp()
 
     def anchors(self, loss_mask: Tensor, step: int) -> tuple[Tensor, Tensor]:
@@ -136,7 +136,7 @@ class BlockParallel(LawMatching):
 
         def row_loss(told: Tensor, which: slice) -> Tensor:
             with torch.no_grad():
-                target_logits = self._head(true[which])
+                target_logits = self.target_logits(true[which])
                 known, said, taught, share = valid[which], labels[which], [], self._share(true[which], target_logits)
 
             def compare(draft_logits: Tensor, part: slice) -> Tensor:

@@ -130,6 +130,13 @@ class Distillation(LawMatching):
         self.drafter.requires_grad_(False)
         add_adapters(self.drafter.model, lora, "drafter.training.lora")
 
+    def _reads_last_state(self) -> str | None:
+        if self.w_layers:
+            return "drafter.training.w_layers compares that itself"
+        if self.on_policy_ratio:
+            return "drafter.training.on_policy_ratio is for texts that are in no cache"
+        return super()._reads_last_state()
+
     def on_train_start(self) -> None:
         """Let adapters drop out from the first step on, in a resumed run too."""
         super().on_train_start()

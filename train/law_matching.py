@@ -104,8 +104,7 @@ class LawMatching(Regime):
         supervised = loss_mask.clone()
         supervised[:, 0] = False  # no state is before it
         before = states[:, :-1][supervised[:, 1:]]  # (M, D)
-        first = [self.target.head(rows).argmax(-1) for rows in before.split(self.chunk_rows)]
-        known = self.drafter.vocab.to_draft(torch.cat(first)) >= 0 if first else supervised.new_zeros(0)
+        known = self.drafter.vocab.to_draft(self.first_choices(before)) >= 0
         return supervised.masked_scatter(supervised.clone(), known)
 
     def _matched(self, rows: Tensor, true: Tensor, labels: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
@@ -114,7 +113,7 @@ class LawMatching(Regime):
 
         def row_loss(hidden: Tensor, which: slice) -> Tensor:
             with torch.no_grad():
-                target_logits = self._head(true[which])
+                target_logits = self.target_logits(true[which])
             said = labels[which]
 
             def compare(draft_logits: Tensor, part: slice) -> Tensor:

@@ -18,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LearningRateMonitor
 
 from data.answers import build_answers, context_ids, describe, open_answers
+from data.features import CacheSettings
 from data.loader import StepBatches, step_loader
 from data.prompts import Prompt, PromptSource, SplitSizes, deal
 from engine.loop import check_prompts, check_settings, generate
@@ -28,6 +29,7 @@ from models.checkpoint import detect, native
 from models.drafter import accelerate_drafter
 from models.errors import UserError
 from models.files import alone_in, clear_leftovers, explain_disk_errors, write_json, write_text
+from models.recompute import recompute_activations
 from models.target import Target
 from models.types import packs
 from models.vocab import DraftVocab
@@ -42,6 +44,7 @@ from train.callbacks import (
 )
 from train.checkpoints import read_kept, resume_point, write_kept
 from train.exporting import check_parity, export, export_formats, measure_export, rehearse_formats
+from train.memory import peak_of_run
 from train.model_card import figures, measured_before, model_card
 from train.regime import Regime
 from train.settings import (
@@ -202,7 +205,8 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
         share = data.batches.row_lengths.mean() / data.batches.max_tokens
         print(f"{texts} answers are packed into {data.batches.num_rows} rows, which are {share:.0%} full")
     if settings["hidden_states"] == "cached":
-        module.cache_states(data.batches, Path(options["data"]["folder"]), per_step)
+        folder, kept = Path(options["data"]["folder"]), CacheSettings(**settings["cache"])
+        module.cache_states(data.batches, folder, per_step, kept)
     checkpoints = run / "checkpoints"
     prompts = [context_ids(target, p) for p in data.validation[: settings["validation_prompts"]]]
     measured = BlockEfficiency(
@@ -219,8 +223,11 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
         [TrainingRecord(run / "training.json"), measured, TrainingProgress(measured), last],
         logger,
     )
+    print(peak_of_run(module, data.batches, options))
     if resume is None:
-        for name, text in (module.start(data.batches) or {}).items():
+        with module.whole_states(data.batches):
+            found = module.start(data.batches)
+        for name, text in (found or {}).items():
             write_text(run / name, text)
     loader = step_loader(data.batches, per_step * done, per_step * settings["max_steps"])
     try:
@@ -230,6 +237,8 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
         if trainer.interrupted:
             raise last.interruption or KeyboardInterrupt() from None
         raise
+    if data.batches.cache is not None and data.batches.cache.summary:
+        print(data.batches.cache.summary)
     module.load_kept_state(read_kept(measured.best))
     return measured.best_score
 
@@ -247,7 +256,13 @@ def _learn(module: Any, drafter: Any, batches: StepBatches, kept: Path) -> None:
 
 def _training_module(options: Options, target: Target, drafter: Any) -> Any:
     settings = options["drafter"]["training"]
-    return instantiate(settings, drafter, target, max_steps=options["fit"]["max_steps"], seed=options["seed"])
+    if options["fit"]["activation_checkpointing"]:
+        recompute_activations(drafter)
+    module = instantiate(settings, drafter, target, max_steps=options["fit"]["max_steps"], seed=options["seed"])
+    top_k = options["fit"]["cache"]["top_k"]
+    if top_k is not None and options["fit"]["hidden_states"] == "cached" and isinstance(module, Regime):
+        module.keep_laws(top_k)
+    return module
 
 
 def open_logger(options: Options, run: Path) -> Any:

@@ -15,8 +15,9 @@ import lightning
 import torch
 from torch import Tensor, nn
 
-from data.features import FeatureCache
+from data.features import CacheSettings, FeatureCache
 from data.loader import Batch, StepBatches
+from data.shards import spread
 from engine.stats import DecodingStats
 from models.errors import UserError
 from models.target import Target
@@ -39,6 +40,7 @@ class Regime(lightning.LightningModule):
 
     needs_laws = True
     chunk_rows = 512
+    num_steps = 1
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class Regime(lightning.LightningModule):
         self.base = None if self.backbone.frozen else self.backbone.divergence()
         self.target_parameters = nn.ParameterList(target.trained)
         self._batches_per_step, self._step = 1, 0
+        self.law_tokens: int | None = None
         # In a tuple, so that it is neither trained nor saved with the drafter, nor moved by Lightning, which puts the
         # module on the CPU when training ends.
         self._target = (target,)
@@ -88,21 +91,53 @@ class Regime(lightning.LightningModule):
         A token before it may be supervised in a text that begins its row alone: in others, rows of the text before
         would be about it.
         """
-        return int(getattr(self, "num_steps", 1)) + 1
+        return self.num_steps + 1
 
     @property
     def trains_target(self) -> bool:
         """Whether the target is trained at present."""
         return any(parameter.requires_grad for parameter in self.target_parameters)
 
-    def cache_states(self, batches: StepBatches, root: Path, batches_per_step: int = 1) -> None:
+    def cache_states(
+        self, batches: StepBatches, root: Path, batches_per_step: int = 1, settings: CacheSettings | None = None
+    ) -> None:
         """Let batches hold states of the target that are kept on disk under `root`, as long as it is not trained."""
         steps = self.backbone.first_joint_step(self.max_steps)
         batches.cache, batches.cached_steps = None, len(batches)
         if self.capture_layers and steps:
-            batches.cache = FeatureCache.build(self.target.original, list(batches.token_ids), self.capture_layers, root)
+            layers = self.capture_layers if self.law_tokens is None else self.capture_layers[: self._num_read]
+            batches.cache = FeatureCache.build(self.target.original, batches.token_ids, layers, root, settings)
         if not self.backbone.frozen:
             batches.cached_steps = steps * batches_per_step
+
+    def keep_laws(self, top_k: int) -> None:
+        """Let the cache hold laws of `top_k` tokens in place of the last state.
+
+        Raises UserError where that state is read by itself, and where the laws would take as much room.
+        """
+        why = self._reads_last_state()
+        if why is None and 8 * top_k >= self.target.hidden_size * min(4, self.target.dtype.itemsize):
+            why = f"they take 8 bytes a token, {8 * top_k} in all, and the state no more"
+        if why is not None:
+            raise UserError(f"fit.cache.top_k is {top_k}, which keeps laws in place of the target's last state: {why}.")
+        self.law_tokens = top_k
+
+    def _reads_last_state(self) -> str | None:
+        """Why laws cannot stand for the target's last state; None where they can."""
+        if self.target.num_layers in self.capture_layers[: self._num_read]:
+            return f"{type(self.drafter).__name__} reads that itself"
+        return None if self.backbone.frozen else "the target is trained too"
+
+    @contextmanager
+    def whole_states(self, batches: StepBatches) -> Iterator[None]:
+        """Within, batches hold no laws in place of states."""
+        cache = batches.cache
+        if self.law_tokens is not None:
+            batches.cache = None
+        try:
+            yield
+        finally:
+            batches.cache = cache
 
     def start(self, batches: StepBatches) -> dict[str, str] | None:
         """Prepare the drafter before the first step of all; a resumed run does not come here.
@@ -186,27 +221,56 @@ class Regime(lightning.LightningModule):
         target: Any = self.target if self.trains_target else self.target.original
         learning = target.learning(self.seed * 1_000_003 + self._step) if self.trains_target else torch.no_grad()
         with learning, torch.autocast(batch.token_ids.device.type, enabled=False):
-            read = target(batch.token_ids, capture_layers=self.capture_layers, segments=batch.segments)
-            return batch._replace(hidden=read.hidden)
+            return batch._replace(hidden=target.states(batch.token_ids, self.capture_layers, batch.segments))
 
     def features(self, batch: Batch) -> tuple[TargetFeatures, Tensor | None]:
         """What the drafter reads of a batch, and the states (B, S, D) that the target's head reads, if asked for.
+
+        In place of those states there may be laws (B, S, 2·K), of which `target_logits` makes the same.
 
         Both are cached states, or of the target's forward pass. The latter are to say what is right, and have no
         gradients. The token after the last row is unknown, and 0 here; no supervised estimate reads it.
         """
         hidden = self.with_states(batch).hidden
         following = nn.functional.pad(batch.token_ids[:, 1:], (0, 1))
+        width = self._num_read * self.target.hidden_size
+        if self.law_tokens is not None and hidden is not None and hidden.shape[-1] == width + 2 * self.law_tokens:
+            states = hidden[..., :width].to(self.target.dtype) if width else None
+            features = TargetFeatures(batch.token_ids, following, states, batch.lengths, batch.segments)
+            return features, hidden[..., width:]
         last = self._last(hidden).detach() if self.needs_laws else None
         if hidden is not None and self._num_read < len(self.capture_layers):
             read = hidden.chunk(len(self.capture_layers), dim=-1)[: self._num_read]
             hidden = torch.cat(read, dim=-1) if read else None
         return TargetFeatures(batch.token_ids, following, hidden, batch.lengths, batch.segments), last
 
+    def target_logits(self, rows: Tensor) -> Tensor:
+        """The target's logits (..., Vd) over the draft vocabulary, of its last states (..., D) or laws (..., 2·K)."""
+        if self._are_laws(rows):
+            return spread(rows, self.target.vocab_size, self.drafter.vocab.token_ids)
+        return self._head(rows)
+
+    def whole_logits(self, rows: Tensor) -> Tensor:
+        """As `target_logits`, over all of the target's tokens (..., V)."""
+        return spread(rows, self.target.vocab_size) if self._are_laws(rows) else self.target.head(rows)
+
+    def first_choices(self, rows: Tensor) -> Tensor:
+        """The target's likeliest tokens (M,), of the same."""
+        if self._are_laws(rows):
+            return rows[:, rows.shape[-1] // 2].long()
+        return torch.cat([self.target.head(chunk).argmax(-1) for chunk in rows.split(self.chunk_rows)])
+
+    def _are_laws(self, rows: Tensor) -> bool:
+        return self.law_tokens is not None and rows.shape[-1] == 2 * self.law_tokens
+
     def _last(self, hidden: Tensor | None) -> Tensor:
         """The states that the head reads (B, S, D), of the captured ones (B, S, L·D)."""
         assert hidden is not None
         return hidden.chunk(len(self.capture_layers), dim=-1)[self.capture_layers.index(self.target.num_layers)]
+
+    def computed(self, features: TargetFeatures) -> list[Tensor]:
+        """What the drafter computes of a batch before its losses; `train.memory` counts what is kept of that."""
+        return list(self.drafter.unroll(features, self.num_steps))
 
     def base_loss(self, batch: Batch) -> Tensor:
         """How far the trained target is from the original one, or from what is said, by `backbone.base`.

@@ -11,6 +11,7 @@ import hydra.errors
 import hydra.utils
 
 from data.answers import AnswerSettings, Generator, fingerprint
+from data.features import CacheSettings
 from data.prompts import SplitSizes
 from engine.draft_length import CostAware
 from engine.options import CALIBRATED, decode_settings, describe_tree, read_tree
@@ -26,6 +27,7 @@ from train.backbone import backbone_of
 Options = dict[str, Any]
 _FOLDER = "name_or_path"  # by which a drafter reads a Hugging Face folder
 # What may differ between a run and its resumption: nothing here changes the weights.
+_FREE_IN_CACHE = ("budget_gb", "writers")
 _FREE = ("debug", "logger", "output_root", "run_name", "measure", "export")
 
 
@@ -158,7 +160,13 @@ def check(options: Options) -> None:
     fit, sizes = options["fit"], SplitSizes(**options["data"]["sizes"])
     if fit["hidden_states"] not in ("cached", "online"):
         raise UserError(f"fit.hidden_states is {fit['hidden_states']!r}: choose cached or online.")
-    counts = {f"fit.{key}": value for key, value in fit.items() if key != "hidden_states"}
+    if not isinstance(fit["activation_checkpointing"], bool):
+        raise UserError(
+            f"fit.activation_checkpointing is {fit['activation_checkpointing']!r}: it must be true or false."
+        )
+    CacheSettings(**fit["cache"])
+    others = ("hidden_states", "cache", "activation_checkpointing")
+    counts = {f"fit.{key}": value for key, value in fit.items() if key not in others}
     counts |= {
         "data.sizes.train": sizes.train,
         "data.sizes.validation": sizes.validation,
@@ -262,14 +270,20 @@ def record_data(manifest: Options, run: Path) -> None:
 
 
 def _fixed(options: Options) -> Options:
+    """What the weights depend on. Settings that are younger than some runs are left out where they change nothing."""
     fixed = {key: value for key, value in options.items() if key not in _FREE}
     if fixed.get("init_from", 0) is None:
-        del fixed["init_from"]  # a run from nothing is the same one as before there was this setting
+        del fixed["init_from"]
     if fixed.get("source_format", 0) is None:
         del fixed["source_format"]
+    fit, usual = {**fixed["fit"]}, CacheSettings()
+    fit.pop("activation_checkpointing", None)
+    cache = {name: value for name, value in fit.pop("cache", {}).items() if name not in _FREE_IN_CACHE}
+    if told := {name: value for name, value in cache.items() if value != getattr(usual, name)}:
+        fit["cache"] = told
     data = dict(fixed["data"])
     how = generator_of({"data": data}).describe() if "generator" in data else None
     if not data.get("packing"):
         data.pop("packing", None)
     data.pop("generator", None)  # where a server is, and how often it is asked again, changes no answer
-    return {**fixed, "data": data if how is None else {**data, "generator": how}}
+    return {**fixed, "fit": fit, "data": data if how is None else {**data, "generator": how}}

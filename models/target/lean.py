@@ -56,17 +56,38 @@ class LeanDecoder:
         wanted: Collection[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Final states (B, Q, D), and those entering the layers `wanted`. Arguments as `Target.forward` takes them."""
+        x, captured = self._run(self._layers, token_ids, position_ids, attention_mask, cache, wanted)
+        return self._norm(x), captured
+
+    def entering(
+        self, token_ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, wanted: Collection[int]
+    ) -> dict[int, Tensor]:
+        """States of whole texts (B, S) that enter the layers `wanted`; the deepest of these is the first not run."""
+        deepest = max(wanted)
+        x, captured = self._run(self._layers[:deepest], token_ids, position_ids, attention_mask, None, wanted)
+        return {**captured, deepest: x}
+
+    def _run(
+        self,
+        layers: list[_LeanLayer],
+        token_ids: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        cache: KVCache | None,
+        wanted: Collection[int],
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """What the last of the first `layers` gives (B, Q, D), and what enters those of them that are `wanted`."""
         x = self._decoder.embed_tokens(token_ids)
         if position_ids is None:
             position_ids = torch.arange(token_ids.shape[1], device=x.device)[None]
         cos, signed_sin = self._rotary(x, position_ids)
         mask = None if attention_mask is None else self._grouped(attention_mask, x.dtype)
         captured: dict[int, Tensor] = {}
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(layers):
             if index in wanted:
                 captured[index] = x
             x = layer(x, cos, signed_sin, mask, cache, index)
-        return self._norm(x), captured
+        return x, captured
 
     def _grouped(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """The mask (B, 1, Q, W) as one to be added, with a row for each of the G heads that share a key."""

@@ -25,6 +25,7 @@ from models import packing, tree
 from models.cache import KVCache
 from models.errors import UserError
 from models.linear import accelerate
+from models.target.capture import ending_before, states_entering
 from models.target.head import Head, linears_of
 from models.target.lean import LeanDecoder
 
@@ -156,8 +157,7 @@ class Target(nn.Module):
         (B, S) tell which of several texts in a row each token is of (`models.packing`), in place of positions and mask.
         """
         if segments is not None:
-            masks = {kind: packing.attention_mask(segments, window) for kind, window in self._windows.items()}
-            position_ids, attention_mask = packing.positions(segments), self._as_read(masks)
+            position_ids, attention_mask = self._within(segments)
         wanted = [self.layer_index(layer) for layer in capture_layers]
         if self._lean is not None and not isinstance(attention_mask, dict):
             last, captured = self._lean(
@@ -169,6 +169,29 @@ class Target(nn.Module):
         hidden = torch.cat([captured[index] for index in wanted], dim=-1) if wanted else None
         return TargetOutput(last, hidden)
 
+    def _within(self, segments: Tensor) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
+        """Positions (B, S) of tokens in their own texts, and masks that let them read those alone."""
+        masks = {kind: packing.attention_mask(segments, window) for kind, window in self._windows.items()}
+        return packing.positions(segments), self._as_read(masks)
+
+    def states(self, token_ids: Tensor, capture_layers: tuple[int, ...], segments: Tensor | None = None) -> Tensor:
+        """States (B, S, L·D) of whole texts (B, S) at one layer or more; layers behind the last of them are not run.
+
+        `segments` (B, S) as `forward` has them.
+        """
+        wanted = [self.layer_index(layer) for layer in capture_layers]
+        if (deepest := max(wanted)) == self.num_layers:
+            hidden = self(token_ids, capture_layers=capture_layers, segments=segments).hidden
+            assert hidden is not None
+            return hidden
+        positions, mask = (None, None) if segments is None else self._within(segments)
+        if self._lean is not None and not isinstance(mask, dict):
+            captured = self._lean.entering(token_ids, positions, mask, set(wanted))
+        else:
+            with states_entering(self.layers, set(wanted)) as captured, ending_before(self.layers[deepest]):
+                self.model.base_model(input_ids=token_ids, position_ids=positions, attention_mask=mask, use_cache=False)
+        return torch.cat([captured[index] for index in wanted], dim=-1)
+
     def _hooked(
         self,
         token_ids: Tensor,
@@ -177,13 +200,8 @@ class Target(nn.Module):
         cache: KVCache | None,
         wanted: set[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The model's own forward pass, with hooks that keep the states entering the layers `wanted`."""
-        captured: dict[int, Tensor] = {}
-        hooks = [
-            self.layers[index].register_forward_pre_hook(_keep_input(captured, index), with_kwargs=True)
-            for index in wanted - {self.num_layers}
-        ]
-        try:
+        """The model's own forward pass, and the states entering the layers `wanted`."""
+        with states_entering(self.layers, wanted - {self.num_layers}) as captured:
             last: Tensor = self.model.base_model(
                 input_ids=token_ids,
                 position_ids=position_ids,
@@ -191,9 +209,6 @@ class Target(nn.Module):
                 cache=cache,
                 use_cache=cache is not None,
             ).last_hidden_state
-        finally:
-            for hook in hooks:
-                hook.remove()
         return last, captured
 
     def accelerate(self) -> None:
@@ -358,13 +373,6 @@ def _max_positions(config: Any) -> int:
     longest: int = getattr(config, "max_position_embeddings", None) or 2**20
     rope = getattr(config, "rope_parameters", None) or {}
     return min(longest, rope["original_max_position_embeddings"]) if rope.get("rope_type") == "longrope" else longest
-
-
-def _keep_input(store: dict[int, Tensor], index: int) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        store[index] = args[0] if args else kwargs["hidden_states"]
-
-    return hook
 
 
 def _decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:

@@ -7,10 +7,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from data.features import FeatureCache
 from data.loader import StepBatches, step_loader
 from models.errors import UserError
-from models.target import Target
 
 
 def rows_of(lengths: list[int], prompt: int = 2) -> datasets.Dataset:
@@ -128,31 +126,3 @@ def test_rows_stay_on_the_disk(tmp_path: Path) -> None:
     assert found[0].token_ids[0].tolist() == ids[row * length : row * length + 300].tolist()
     learnt = ids.reshape(num_rows, length)[:, 100:300]
     assert counts.tolist() == np.bincount(learnt.ravel(), minlength=50).tolist()
-
-
-def test_cached_states_are_the_targets_own_and_survive_a_restart(tiny: Target, tmp_path: Path) -> None:
-    rows = [[(11 * i + j) % 2048 for j in range(4 + i % 7)] for i in range(40)]
-    layers = (2, -1)
-    cache = FeatureCache.build(tiny, rows, layers, tmp_path)
-    for index in (0, 17, 39):
-        with torch.no_grad():
-            expected = tiny(torch.tensor([rows[index]]), capture_layers=layers).hidden
-        torch.testing.assert_close(cache[index], expected[0], rtol=1e-4, atol=1e-4)
-    (folder,) = tmp_path.iterdir()
-    files = sorted(folder.iterdir())
-    before = [cache[i] for i in range(40)]
-    files[1].unlink()  # as if killed before it was written
-    again = FeatureCache.build(tiny, rows, layers, tmp_path)
-    assert all(torch.equal(a, again[i]) for i, a in enumerate(before))
-
-
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
-    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Usage:
-        free = 1000
-
-    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
-    with pytest.raises(UserError, match="hidden_states=online"):
-        FeatureCache.build(tiny, [[1, 2, 3]], (-1,), tmp_path)
-    assert not list(tmp_path.rglob("*.safetensors"))

@@ -5,6 +5,8 @@ Every weight is random, norms and biases too: a dropped bias or a norm applied t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -131,3 +133,28 @@ def random_target(
 ) -> Target:
     """A target around `random_model`, named after its architecture."""
     return Target(random_model(architecture, dtype=dtype, seed=seed, **overrides), name=architecture)
+
+
+@contextmanager
+def layer_calls(target: Target) -> Iterator[list[int]]:
+    """The numbers of the target's layers that are run within, in turn, whichever forward pass it has."""
+    calls: list[int] = []
+    hooks = [
+        layer.register_forward_hook(lambda *_, index=index: calls.append(index))
+        for index, layer in enumerate(target.layers)
+    ]
+    lean: Any = target._lean
+    layers = [] if lean is None else lean._layers
+
+    def counted(index: int, layer: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *inputs: calls.append(index) or layer(*inputs)  # type: ignore[func-returns-value]
+
+    try:
+        if lean is not None:
+            lean._layers = [counted(index, layer) for index, layer in enumerate(layers)]
+        yield calls
+    finally:
+        if lean is not None:
+            lean._layers = layers
+        for hook in hooks:
+            hook.remove()

@@ -19,7 +19,7 @@ from models import tree
 from models.cache import KVCache
 from models.target import Target
 from models.target.lean import LeanDecoder
-from tests.helpers.models import ARCHITECTURES, VOCAB_SIZE, WINDOW, random_target
+from tests.helpers.models import ARCHITECTURES, VOCAB_SIZE, WINDOW, layer_calls, random_target
 
 CONTEXTS = (9, 4, 7)  # ragged, and on both sides of the sliding window
 assert min(CONTEXTS) < WINDOW < max(CONTEXTS)
@@ -98,6 +98,19 @@ def test_captured_states_are_hugging_faces_hidden_states(architecture: str) -> N
     hidden = target(ids, capture_layers=order).hidden
     assert_same(target, hidden, torch.cat([states[j] for j in order], -1))
     assert (states[0] - states[1]).abs().max() > 1e-3
+
+
+@every_forward_pass
+def test_states_alone_are_the_same_and_stop_at_the_last_layer_needed(architecture: str) -> None:
+    target, ids = target_of(architecture), random_ids(2, 12)
+    whole = target(ids, capture_layers=tuple(range(target.num_layers + 1))).hidden
+    assert whole is not None
+    states = whole.chunk(target.num_layers + 1, dim=-1)
+    for order in ((1,), (2, 0), (0,), (1, -1)):
+        with layer_calls(target) as calls:
+            hidden = target.states(ids, order)
+        assert torch.equal(hidden, torch.cat([states[j] for j in order], -1))
+        assert calls == list(range(target.num_layers if -1 in order else max(order)))
 
 
 @every_architecture

@@ -57,7 +57,7 @@ def _forget_the_past(self: Any, keys: Tensor, values: Tensor, *args: Any) -> tup
     [
         ("models.tree.attention_mask", _mask_without_tree, "branching drafts"),
         ("models.tree.depths", _slots_for_depths, "branching drafts"),
-        ("models.target.target._keep_input", _keep_doubled, "the states captured"),
+        ("models.target.capture._keep_input", _keep_doubled, "the states captured"),
         ("models.target.head.Head.__call__", lambda self, hidden: 1.3 * self.linear(hidden), "what its head makes"),
         ("models.cache._Layer.update", _forget_the_past, "does not run"),
     ],
