@@ -101,6 +101,7 @@ class FeatureCache:
         self._known: set[int] = set()  # shards whose checksums were right
         self._errors: dict[int, Error] = {}
         self.evicted = self.damaged = self.recomputed = 0
+        self.target_divided = False  # among processes: then none can compute states by itself
 
     @classmethod
     def build(
@@ -293,6 +294,9 @@ class FeatureCache:
         except DamagedShard as damage:
             self.damaged += 1
             print(f"{path}: {damage}; its states are computed again")
+        if self.target_divided:
+            path.unlink(missing_ok=True)
+            raise UserError(f"{str(path)!r} was deleted or damaged: start the same command again, which computes it.")
         self.recomputed += 1
         self._drop(shard)
         self._make_room(self._bytes[shard])

@@ -5,6 +5,7 @@ So a resumed run sees just what an uninterrupted one does. B batch, S rows, L ca
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -60,6 +61,21 @@ class StepBatches(Dataset[Batch]):
         self._packs: Packs | None = None
         self.row_lengths = self.token_ids.lengths
         self.cached_steps = len(self)  # later ones go without the cache
+        self._part, self._parts = 0, 1
+
+    def part(self, index: int, parts: int) -> StepBatches:
+        """The same batches with rows `index`, `index` + `parts`, … alone, padded as if all were there.
+
+        Raises UserError where parts would differ in size.
+        """
+        if self.batch_size % parts:
+            raise UserError(
+                f"fit.batch_size is {self.batch_size}, of which {parts} processes cannot have equal parts: "
+                f"choose a multiple of {parts}."
+            )
+        mine = copy.copy(self)
+        mine._part, mine._parts = index, parts
+        return mine
 
     @property
     def num_rows(self) -> int:
@@ -81,8 +97,10 @@ class StepBatches(Dataset[Batch]):
 
     def __getitem__(self, step: int) -> Batch:
         rows = [self._row(step * self.batch_size + i) for i in range(self.batch_size)]
+        longest = int(self.row_lengths[rows].max())
+        rows = rows[self._part :: self._parts]
         lengths = torch.from_numpy(self.row_lengths[rows].astype(np.int64))
-        shape = (len(rows), int(lengths.max()))
+        shape = (len(rows), longest)
         token_ids = torch.zeros(shape, dtype=torch.int64)
         loss_mask = torch.zeros(shape, dtype=torch.bool)
         segments = None if self._packs is None else torch.zeros(shape, dtype=torch.int64)
@@ -176,6 +194,6 @@ class _Steps(Sampler[int]):
         return self._last
 
 
-def step_loader(batches: StepBatches, first: int, last: int) -> DataLoader[Batch]:
-    """A loader of the batches of steps `first` to `last` − 1."""
-    return DataLoader(batches, batch_size=None, sampler=_Steps(first, last))
+def step_loader(batches: StepBatches, first: int, last: int, part: tuple[int, int] = (0, 1)) -> DataLoader[Batch]:
+    """A loader of the batches of steps `first` to `last` − 1, or of one part of each, as (which, of how many)."""
+    return DataLoader(batches.part(*part), batch_size=None, sampler=_Steps(first, last))

@@ -264,8 +264,8 @@ def _in_trainer(run: dict[str, Any], target: Target, module: Regime, batches: St
     import lightning
 
     from data.loader import step_loader
-    from train import pipeline
     from train.callbacks import quiet_lightning
+    from train.trainer import make_trainer
 
     class Starts(lightning.Callback):
         def __init__(self) -> None:
@@ -278,7 +278,7 @@ def _in_trainer(run: dict[str, Any], target: Target, module: Regime, batches: St
         return []
     quiet_lightning()
     starts, count = Starts(), steps + _WARM_UP + 1
-    trainer = pipeline._trainer({**run, "fit": {**run["fit"], "max_steps": count}}, target, Path("."), [starts])
+    trainer = make_trainer({**run, "fit": {**run["fit"], "max_steps": count}}, target, Path("."), [starts])
     trainer.fit(module, step_loader(batches, 0, count * run["trainer"]["accumulate_grad_batches"]))
     return np.diff(starts.at[_WARM_UP:]).tolist()
 

@@ -19,6 +19,7 @@ from models.target import Target
 from train.divergences import agreement
 from train.law_matching import LawMatching
 from train.losses import chunked_loss, law_loss
+from train.processes import drawn_for_all, share
 from train.regime import check_counts
 
 KINDS = ("exponential", "dpace", "uniform")
@@ -121,7 +122,7 @@ class BlockParallel(LawMatching):
         """
         behind = nn.functional.pad(loss_mask[:, 2:], (0, min(2, loss_mask.shape[1])))
         stream = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        order = torch.rand(behind.shape, generator=stream).to(behind.device).masked_fill(~behind, -1.0)
+        order = drawn_for_all(behind.shape, stream).to(behind.device).masked_fill(~behind, -1.0)
         most = int(behind.sum(1).max())
         count = max(1, most if self.num_anchors is None else min(self.num_anchors, most))
         found = order.topk(count, dim=1)
@@ -163,10 +164,10 @@ class BlockParallel(LawMatching):
         parameters = [*drafter.logit_parameters(), *([] if head is None else head.parameters())]
         total = chunked_loss(row_loss, told, parameters, chunk_rows=max(1, self.chunk_rows // self.num_steps))
         names = ("divergence", "acceptance", "top1_agreement", *([] if head is None else ["confidence_loss"]))
-        means = counted / valid.sum(0).clamp(min=1)
+        means = counted / share(valid.sum(0))
         parts = {
             name if ahead == 0 else f"{name}_{ahead}": means[index, ahead]
             for index, name in enumerate(names)
             for ahead in range(self.num_steps)
         }
-        return {"loss": total / max(1, len(told)), **parts}
+        return {"loss": total / share(len(told)), **parts}

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from data.progress import Progress
 from engine.loop import generate
 from engine.settings import DecodeSettings
+from engine.stats import DecodingStats
 from models.errors import Terminated
 from models.files import write_json
 from models.target import Target
 from train.checkpoints import load, previous, random_state, save, set_random_state, write_kept
+from train.processes import rank, told, total_of
 
 _LINUX = Path("/proc/self")
 
@@ -34,6 +37,9 @@ class BlockEfficiency(lightning.Callback):
 
     Logs `val/block_efficiency` (τ, greedy) and `val/acceptance_rate`. The weights with the largest τ so far are in
     the file `best`, written whole or not at all. `target` is the one that the drafter is trained for.
+
+    Of several processes the first measures, or all do together where the target is divided among them. All know what
+    was found.
     """
 
     def __init__(
@@ -58,16 +64,30 @@ class BlockEfficiency(lightning.Callback):
             return
         self._measured_at = step
         regime: Any = pl_module
-        with regime.measurable():
-            stats = generate(self.target, self.prompts, self.settings, regime.drafter).stats
-        regime.measured(stats)
-        self.last_score = stats.block_efficiency
-        values = {"val/block_efficiency": stats.block_efficiency, "val/acceptance_rate": stats.acceptance_rate}
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=step)
-        if self.last_score > self.best_score:
-            self.best_score = self.last_score
-            write_kept(self.best, regime.kept_state())
+        with whole_weights(trainer, pl_module):
+            with regime.measurable():
+                stats = self._measure(trainer, regime.drafter)
+            regime.measured(stats)
+            self.last_score = stats.block_efficiency
+            values = {"val/block_efficiency": stats.block_efficiency, "val/acceptance_rate": stats.acceptance_rate}
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=step)
+            if self.last_score > self.best_score:
+                self.best_score = self.last_score
+                told(lambda: write_kept(self.best, regime.kept_state()))
+
+    def _measure(self, trainer: lightning.Trainer, drafter: Any) -> DecodingStats:
+        def measure() -> DecodingStats:
+            return generate(self.target, self.prompts, self.settings, drafter).stats
+
+        return measure() if getattr(trainer.strategy, "shares_target", False) else told(measure)
+
+
+def whole_weights(trainer: lightning.Trainer, module: lightning.LightningModule) -> AbstractContextManager[None]:
+    """Within, every process can read all weights of the module, however the strategy divides them."""
+    whole = getattr(trainer.strategy, "whole", None)
+    found: AbstractContextManager[None] = nullcontext() if whole is None else whole(module)
+    return found
 
 
 class LastCheckpoint(lightning.Callback):
@@ -124,7 +144,8 @@ class TrainingRecord(lightning.Callback):
     """Writes what the training took to `path` when it ends: steps, their seconds and tokens, and the peak of memory.
 
     Measurements in between and the loading of batches are not in the seconds. A resumed training goes on counting. It
-    must stand before callbacks that work at the end of a batch.
+    must stand before callbacks that work at the end of a batch. Tokens are those of all processes, the rest is of the
+    first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -132,10 +153,13 @@ class TrainingRecord(lightning.Callback):
         self._seconds, self._tokens, self._started = 0.0, 0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seconds": self._seconds, "tokens": self._tokens}
+        return {"seconds": self._seconds, "tokens": self._all_tokens()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._seconds, self._tokens = state_dict["seconds"], state_dict["tokens"]
+        self._seconds, self._tokens = state_dict["seconds"], 0 if rank() else state_dict["tokens"]
+
+    def _all_tokens(self) -> int:
+        return int(total_of(torch.tensor(self._tokens)))
 
     def on_train_start(self, *args: Any, **kwargs: Any) -> None:
         _forget_peak_memory()
@@ -150,14 +174,15 @@ class TrainingRecord(lightning.Callback):
         self._tokens += int(batch.lengths.sum())
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        tokens = self._all_tokens()
         found = {
             "steps": trainer.global_step,
             "seconds": self._seconds,
-            "tokens": self._tokens,
-            "tokens_per_s": self._tokens / self._seconds if self._seconds else None,
+            "tokens": tokens,
+            "tokens_per_s": tokens / self._seconds if self._seconds else None,
             "peak_memory_bytes": _peak_memory_bytes(),
         }
-        write_json(self.path, found)
+        told(lambda: write_json(self.path, found))
 
 
 def _forget_peak_memory() -> None:
@@ -194,7 +219,8 @@ class TrainingProgress(lightning.Callback):
     ) -> None:
         done = trainer.global_step - self._progress.done
         score = "–" if isnan(self.measured.last_score) else f"{self.measured.last_score:.3f}"
-        self._progress.advance(done, f"loss {float(outputs['loss']):.3f}  τ {score}")
+        loss = float(trainer.callback_metrics.get("loss", outputs["loss"]))
+        self._progress.advance(done, f"loss {loss:.3f}  τ {score}")
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._progress.close()

@@ -21,6 +21,7 @@ from models.target import Target
 from train.law_matching import LawMatching
 from train.losses import chunked_loss
 from train.on_policy import continue_answers, mixed
+from train.processes import count, drawn_for_all, gathered, rank, share
 from train.regime import check_counts
 from train.sensitivity import IMPORTANCES, measured_loss_of_acceptance, report, sensitivity, summary
 
@@ -181,7 +182,7 @@ class Distillation(LawMatching):
 
     def training_losses(self, batch: Batch, step: int) -> dict[str, Tensor]:
         """The losses of the laws, and those of the layers, `layers` and `attention`, where they have a weight."""
-        torch.manual_seed(self.seed * 1_000_003 + step)  # so that the same drops out in a resumed run
+        torch.manual_seed((self.seed * 1_000_003 + step) * count() + rank())  # the same drops out in a resumed run
         batch, labels = self._with_own_texts(self.with_states(batch), step)
         features, last = self.features(batch)
         assert last is not None
@@ -214,7 +215,7 @@ class Distillation(LawMatching):
             return torch.stack([self._distance(project(part), wanted[which]) for part, project, wanted in pairs]).sum()
 
         parameters = list(self.projections.parameters())
-        return chunked_loss(row_loss, rows, parameters, chunk_rows=self.chunk_rows) / max(1, len(rows))
+        return chunked_loss(row_loss, rows, parameters, chunk_rows=self.chunk_rows) / share(len(rows))
 
     def attention_loss(self, batch: Batch, maps: list[Tensor]) -> Tensor:
         """Of the draft model's attention (B, H, S + 1, S + 1) in each of its layers, against that of the target."""
@@ -230,7 +231,7 @@ class Distillation(LawMatching):
             smallest = torch.finfo(total.dtype).tiny  # where both are 0, nothing is added
             distance = (p * (p.clamp(min=smallest).log() - q.clamp(min=smallest).log())).sum(-1)
             total = total + distance.mean(-1).sum()
-        return total / max(1, int(supervised.sum()))
+        return total / share(int(supervised.sum()))
 
     def _distance(self, ours: Tensor, theirs: Tensor) -> Tensor:
         dtype = torch.promote_types(ours.dtype, torch.float32)
@@ -252,7 +253,8 @@ class Distillation(LawMatching):
             ids, mask, lengths = (t.to(device) for t in self._own_texts[:3])
             self._own_texts = self.with_states(Batch(ids, mask, lengths, None))
         stream = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        chosen = (torch.rand(len(batch.token_ids), generator=stream) < self.on_policy_ratio).to(batch.token_ids.device)
+        drawn = drawn_for_all((len(batch.token_ids),), stream)
+        chosen = (drawn < self.on_policy_ratio).to(batch.token_ids.device)
         both = mixed(batch, self._own_texts, chosen)
         labels = self.drafter.vocab.to_draft(both.token_ids)
         return both, torch.where(chosen[:, None], -1, labels)
@@ -264,6 +266,7 @@ class Distillation(LawMatching):
             batch,
             temperature=self.on_policy_temperature,
             seed=self.seed * 1_000_003 + step,
+            part=(rank(), count()),
             stop_token_ids=self.target.stop_token_ids,
         )
         self.drafter.train()
@@ -271,12 +274,20 @@ class Distillation(LawMatching):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._own_texts is not None:
-            checkpoint["own_texts"] = [t.cpu() for t in self._own_texts[:3]]
+            checkpoint["own_texts"] = _of_all([t.cpu() for t in self._own_texts[:3]])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "own_texts" in checkpoint:
-            ids, mask, lengths = checkpoint["own_texts"]
+            ids, mask, lengths = (t[rank() :: count()] for t in checkpoint["own_texts"])
             self._own_texts = Batch(ids, mask, lengths, None)
+
+
+def _of_all(texts: list[Tensor]) -> list[Tensor]:
+    """The ids, masks (B, S) and lengths (B,) of all processes' rows, in the order of the whole batch."""
+    parts = gathered(texts)
+    width = max(int(lengths.max()) for *_, lengths in parts)
+    same = [[nn.functional.pad(t, (0, width - t.shape[1])) for t in part[:2]] + part[2:] for part in parts]
+    return [torch.stack(column, dim=1).flatten(0, 1) for column in zip(*same, strict=True)]
 
 
 def _mapped(drafter: Any, target: Target, layer_map: list[int] | None, weight: str) -> tuple[int, ...]:

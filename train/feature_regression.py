@@ -17,6 +17,7 @@ from models.types import TargetFeatures
 from train.divergences import Divergence, agreement
 from train.least_squares import check_start, moments, ridge
 from train.losses import chunked_loss, law_loss, regression, top_k_cross_entropy
+from train.processes import drawn_for_all, share
 from train.regime import Regime, check_counts
 
 _SOFT = Divergence({"soft_cross_entropy": 1.0})
@@ -114,7 +115,7 @@ class FeatureRegression(Regime):
             supervised = loss_mask[:, shift + 1 :]  # (B, S − shift − 1)
             rows = estimate[:, : supervised.shape[1]][supervised]  # (M, D)
             wanted = true[:, shift : shift + supervised.shape[1]][supervised]
-            count = max(1, len(rows))
+            count = share(len(rows))
             reg = distance(rows, wanted) / count
             loss, counted = self._classification(rows, wanted)
             total = total + self.position_decay**step * (self.w_reg * reg + loss / count)
@@ -156,6 +157,6 @@ class FeatureRegression(Regime):
             return features
         hidden = features.hidden
         generator = torch.Generator(hidden.device).manual_seed(seed)
-        uniform = 2 * torch.rand(hidden.shape, generator=generator, device=hidden.device) - 1
+        uniform = 2 * drawn_for_all(hidden.shape, generator, hidden.device) - 1
         width = self.noise * 512 / features.text_lengths.to(hidden.device)[..., None]
         return replace(features, hidden=hidden + (uniform * width).to(hidden.dtype))

@@ -17,6 +17,7 @@ from models.target import Target
 from models.types import max_depth
 from train.divergences import Divergence, agreement
 from train.losses import chunked_loss, law_loss
+from train.processes import share
 from train.regime import Regime, check_counts
 
 
@@ -90,7 +91,7 @@ class LawMatching(Regime):
         true = states[:, ahead + 1 : ahead + 1 + supervised.shape[1]][supervised]
         said = labels[:, ahead + 2 :][supervised]
         loss, counted = self._matched(rows, true, said, ahead)
-        count = max(1, len(rows))
+        count = share(len(rows))
         name = "" if ahead == 0 else f"_{ahead}"
         parts = {f"divergence{name}": loss.detach() / count}
         parts[f"acceptance{name}"], parts[f"top1_agreement{name}"] = counted / count

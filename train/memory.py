@@ -25,6 +25,7 @@ from data.loader import StepBatches
 from models.recompute import Recomputing
 from models.target import Target
 from models.types import TargetFeatures
+from train.processes import count
 from train.regime import Regime
 
 _PROBE_ROWS = 16
@@ -84,11 +85,12 @@ def peak(regime: Regime, batch_size: int, num_rows: int, *, online: bool, dtype:
 
 
 def peak_of_run(regime: Regime, batches: StepBatches, options: dict[str, Any]) -> Peak:
-    """Of a step of a run on its longest texts."""
+    """Of a step of a run on its longest texts, in one of its processes; what they divide is counted as whole."""
     fit, precision = options["fit"], str(options["trainer"]["precision"])
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
     online = fit["hidden_states"] == "online" or not regime.backbone.frozen
-    return peak(regime, fit["batch_size"], int(max(batches.row_lengths)), online=online, dtype=dtype)
+    rows = fit["batch_size"] // count()
+    return peak(regime, rows, int(max(batches.row_lengths)), online=online, dtype=dtype)
 
 
 def _target_pass(target: Target, tokens: int) -> int:

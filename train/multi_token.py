@@ -20,6 +20,7 @@ from train.curriculum import make_curriculum
 from train.gradient_projection import norms, projected, random_orders
 from train.law_matching import LawMatching
 from train.least_squares import check_start, moments, ridge
+from train.processes import means
 from train.task_weights import make_weights
 
 Gradients = list[Tensor | None]
@@ -124,13 +125,14 @@ class MultiToken(LawMatching):
         own: list[Gradients] = []
         value = torch.zeros((), device=self.device)
         for loss in tasks:
-            own.append(_gradients(weight * loss, self._trained, retain_graph=True))
+            own.append(means(_gradients(weight * loss, self._trained, retain_graph=True)))
             value = value + weight * loss.detach()
         if self.weights.needs_gradients:
-            self.weights.update(torch.stack(tasks.losses), norms(own) / weight)
+            self.weights.update(torch.stack([t for t in means(tasks.losses) if t is not None]), norms(own) / weight)
         found, told = own, {}
         if base is not None:
-            found, value = [_gradients(base, self._trained, retain_graph=True), *own], value + base.detach()
+            first = means(_gradients(base, self._trained, retain_graph=True))
+            found, value = [first, *own], value + base.detach()
         orders = random_orders(len(found), self.seed, step) if self.projection else [[] for _ in found]
         shared = len(self._trained) - len(list(self.weights.parameters()))
         gradients, conflict_rate = projected([task[:shared] for task in found], orders)

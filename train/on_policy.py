@@ -19,19 +19,28 @@ _TOKENS_AT_ONCE = 16  # a draft holds the laws of all its tokens
 
 @torch.no_grad()
 def continue_answers(
-    drafter: Any, batch: Batch, *, temperature: float, seed: int, stop_token_ids: frozenset[int]
+    drafter: Any,
+    batch: Batch,
+    *,
+    temperature: float,
+    seed: int,
+    stop_token_ids: frozenset[int],
+    part: tuple[int, int] = (0, 1),
 ) -> Batch:
     """The batch's texts up to the first token that the target said, then the drafter's own, of the same length.
 
     A text ends earlier at a stop token, or where the drafter's context is full. The loss mask is on what the drafter
-    said. `seed` decides what is drawn; there are no hidden states. For drafters that read tokens alone.
+    said. `seed` decides what is drawn; there are no hidden states. For drafters that read tokens alone. `part` says
+    which rows of a larger batch these are, as `StepBatches.part` has it.
     """
     device, sampling = batch.token_ids.device, SamplingParams(temperature)
     lengths, ids, masks = (t.tolist() for t in (batch.lengths, batch.token_ids, batch.loss_mask))
     known = [max(2, m.index(True) + 1) if any(m) else n for m, n in zip(masks, lengths, strict=True)]
     texts = [row[:n] for row, n in zip(ids, known, strict=True)]
     running = [row for row in range(len(texts)) if known[row] < lengths[row]]
-    random = RequestRandom([seed * len(texts) + row for row in running], _TOKENS_AT_ONCE, device=device)
+    first, parts = part
+    seeds = [seed * len(texts) * parts + first + row * parts for row in running]
+    random = RequestRandom(seeds, _TOKENS_AT_ONCE, device=device)
     state = drafter.new_state(len(running), batch.token_ids.shape[1] + 2 * _TOKENS_AT_ONCE)
     new = [texts[row] for row in running]  # what the drafter has not read yet, and the token before that
     while running:

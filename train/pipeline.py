@@ -8,14 +8,14 @@ has a `learn(batches)`, which is called once (`train.counting`).
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import LearningRateMonitor
 
 from data.answers import build_answers, context_ids, describe, open_answers
 from data.features import CacheSettings
@@ -33,16 +33,16 @@ from models.recompute import recompute_activations
 from models.target import Target
 from models.types import packs
 from models.vocab import DraftVocab
+from train import processes
 from train.backbone import backbone_of
 from train.callbacks import (
-    AtomicCheckpoints,
     BlockEfficiency,
     LastCheckpoint,
     TrainingProgress,
     TrainingRecord,
     quiet_lightning,
 )
-from train.checkpoints import read_kept, resume_point, write_kept
+from train.checkpoints import read_kept, write_kept
 from train.exporting import check_parity, export, export_formats, measure_export, rehearse_formats
 from train.memory import peak_of_run
 from train.model_card import figures, measured_before, model_card
@@ -60,6 +60,15 @@ from train.settings import (
     record_data,
     temperatures,
 )
+from train.trainer import (
+    check_parts,
+    check_place,
+    compile_layers,
+    make_trainer,
+    resume_point_of,
+    reunite,
+    shards_target,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +84,11 @@ class Prepared:
 def open_target(options: Options) -> Target:
     """Load the target onto the device that the trainer asks for; with trainer=auto, onto a GPU where there is one."""
     arguments, accelerator = dict(options["target"]), options["trainer"]["accelerator"]
-    if accelerator == "gpu" and not torch.cuda.is_available():
-        raise UserError("trainer=gpu, but torch finds no CUDA device: use trainer=cpu.")
     if arguments["device"] == "auto" and accelerator != "auto":
         arguments["device"] = "cuda" if accelerator == "gpu" else "cpu"
     target: Target = instantiate(arguments)
-    target.accelerate()
+    if not shards_target(options):  # whose layers then run as they are
+        target.accelerate()
     return target
 
 
@@ -106,7 +114,9 @@ def rehearse(options: Options, target: Target, run: Path) -> None:
         check_packing(drafter, module)
     if isinstance(module, lightning.LightningModule):
         module.configure_optimizers()
-        _trainer(options, target, run, callbacks=[])
+        strategy = make_trainer(options, target, run, callbacks=[]).strategy
+        if hasattr(strategy, "check_module"):
+            strategy.check_module(module)
     elif any(True for _ in drafter.parameters()) and not getattr(drafter, "pretrained", False):
         why = "is null" if module is None else "trains no weights that draft"
         raise UserError(
@@ -191,13 +201,14 @@ def build_drafter(options: Options, target: Target, batches: StepBatches | None)
 def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Path, logger: Any) -> float | None:
     """Train, measuring val/block_efficiency in the engine, and leave the weights that were best at that.
 
-    Returns the best; None where training is no matter of steps, and nothing was measured.
+    All processes train; what is left behind is for the first of them. Returns the best; None where training is no
+    matter of steps, and nothing was measured.
     """
     assert data.batches is not None
     settings, module = options["fit"], _training_module(options, target, drafter)
     per_step = options["trainer"]["accumulate_grad_batches"]
     if hasattr(module, "learn"):
-        _learn(module, drafter, data.batches, run / "checkpoints" / "learnt.safetensors")
+        processes.told(partial(_learn, module, drafter, data.batches, run / "checkpoints" / "learnt.safetensors"))
         return None
     if options["data"]["packing"]:
         texts = len(data.batches.token_ids)
@@ -206,30 +217,30 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
         print(f"{texts} answers are packed into {data.batches.num_rows} rows, which are {share:.0%} full")
     if settings["hidden_states"] == "cached":
         folder, kept = Path(options["data"]["folder"]), CacheSettings(**settings["cache"])
-        module.cache_states(data.batches, folder, per_step, kept)
+        with processes.first():
+            module.cache_states(data.batches, folder, per_step, kept)
+        if data.batches.cache is not None:
+            data.batches.cache.target_divided = shards_target(options)
     checkpoints = run / "checkpoints"
     prompts = [context_ids(target, p) for p in data.validation[: settings["validation_prompts"]]]
     measured = BlockEfficiency(
         target, prompts, measured_settings(options, 0.0), settings["evaluate_every"], checkpoints / "best.safetensors"
     )
     last = LastCheckpoint(checkpoints / "last.ckpt", settings["checkpoint_every"])
-    resume, done = resume_point(last.path)
-    if resume is not None and measured.best.exists():
-        read_kept(measured.best)  # is it whole? before the rest is trained
-    trainer = _trainer(
-        options,
-        target,
-        run,
-        [TrainingRecord(run / "training.json"), measured, TrainingProgress(measured), last],
-        logger,
-    )
+    seen = [] if processes.rank() else [TrainingProgress(measured)]
+    trainer = make_trainer(options, target, run, [TrainingRecord(run / "training.json"), measured, *seen, last], logger)
     print(peak_of_run(module, data.batches, options))
+    resume, done = processes.told(partial(resume_point_of, last.path, measured.best, trainer.strategy))
     if resume is None:
         with module.whole_states(data.batches):
-            found = module.start(data.batches)
-        for name, text in (found or {}).items():
-            write_text(run / name, text)
-    loader = step_loader(data.batches, per_step * done, per_step * settings["max_steps"])
+            made = module.start(data.batches) or {}
+        processes.agree(module)
+        for name, text in made.items():
+            processes.told(partial(write_text, run / name, text))
+    if options["trainer"]["compile"]:
+        compile_layers(drafter)
+    part = (processes.rank(), processes.count())
+    loader = step_loader(data.batches, per_step * done, per_step * settings["max_steps"], part)
     try:
         with explain_disk_errors(run):
             trainer.fit(module, loader, ckpt_path=None if resume is None else str(resume))
@@ -239,6 +250,7 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
         raise
     if data.batches.cache is not None and data.batches.cache.summary:
         print(data.batches.cache.summary)
+    reunite(trainer, module, target)
     module.load_kept_state(read_kept(measured.best))
     return measured.best_score
 
@@ -266,36 +278,16 @@ def _training_module(options: Options, target: Target, drafter: Any) -> Any:
 
 
 def open_logger(options: Options, run: Path) -> Any:
-    """What takes the run's metrics. One that has `begin` is told of the whole run, and not of training alone."""
+    """What takes the run's metrics. One that has `begin` is told of the whole run, and not of training alone.
+
+    Of several processes, the first has it.
+    """
+    if processes.rank():
+        return False
     try:
         return instantiate(options["logger"], save_dir=str(run))
     except ModuleNotFoundError as error:
         raise UserError('logger=wandb needs a package: pip install "draftsmith[wandb]".') from error
-
-
-def _trainer(
-    options: Options, target: Target, run: Path, callbacks: list[lightning.Callback], logger: Any = False
-) -> lightning.Trainer:
-    """Lightning's trainer on the target's device; checkpoints and progress are the callbacks' business."""
-    on_gpu = target.device.type == "cuda"
-    place = {"accelerator": "gpu", "devices": [target.device.index or 0]} if on_gpu else {"accelerator": "cpu"}
-    try:
-        return lightning.Trainer(
-            **{**options["trainer"], **place},
-            max_steps=options["fit"]["max_steps"],
-            max_epochs=-1,
-            logger=logger,
-            callbacks=[*callbacks, *([LearningRateMonitor("step")] if logger else [])],
-            plugins=[AtomicCheckpoints()],
-            default_root_dir=run,
-            use_distributed_sampler=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            log_every_n_steps=10,
-        )
-    except (TypeError, ValueError, MisconfigurationException) as error:
-        raise UserError(f"trainer: {str(error).splitlines()[0]}") from error
 
 
 def _validate(
@@ -322,32 +314,40 @@ def run_job(options: Options, run: Path) -> float | None:
     UserError where another process is at work there.
     """
     check(options)
-    with alone_in(run):
+    check_place(options)
+    quiet_lightning()
+    processes.launch(options["trainer"])
+    check_parts(options, processes.count())
+    with ExitStack() as alone:
+        processes.told(lambda: alone.enter_context(alone_in(run)))
         return _run(options, run)
 
 
 def _run(options: Options, run: Path) -> float | None:
-    """As `run_job`, in a folder of its own."""
-    record(options, run)
-    quiet_lightning()
+    """As `run_job`, in a folder of its own. All processes come as far as the end of the training."""
+    processes.told(lambda: record(options, run))
     for place in (run, run / "checkpoints"):
-        clear_leftovers(place)
+        processes.told(partial(clear_leftovers, place))
     folder, logger = run / "export", open_logger(options, run)
     tracked = hasattr(logger, "begin")
-    if (run / "acceptance.json").exists():
+    if processes.told((run / "acceptance.json").exists):
+        processes.dismiss_others()
         _complete(options, run, logger)
         return _score(run)
-    original = open_target(options)
-    print(f"target {original.name!r}, run folder {run}")
-    target = adapt(options, original)
-    rehearse(options, target, run)
+    with processes.first():
+        original = open_target(options)
+        print(f"target {original.name!r}, run folder {run}")
+        target = adapt(options, original)
+    processes.told(lambda: rehearse(options, target, run))
     if tracked:
         logger.begin(options)
-    data = prepare_data(options, original)
-    if data.manifest is not None:
-        record_data(data.manifest, run)
+    with processes.first():
+        data = prepare_data(options, original)
+    if (manifest := data.manifest) is not None:
+        processes.told(lambda: record_data(manifest, run))
     drafter = build_drafter(options, target, data.batches)
     score = None if data.batches is None else fit(options, target, drafter, data, run, logger)
+    processes.dismiss_others()
     drafter.eval()
     described = export(options, target, drafter, data.validation, data.manifest, folder)
     target = native.target_of(folder, original, options["target"]["trust_remote_code"])

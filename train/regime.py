@@ -6,10 +6,11 @@ B batch, S rows, D hidden size.
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import torch
@@ -24,6 +25,7 @@ from models.target import Target
 from models.types import TargetFeatures
 from train.backbone import backbone_of
 from train.losses import chunked_loss
+from train.processes import count, means, share
 
 _TARGET = "target_parameters."
 
@@ -172,6 +174,15 @@ class Regime(lightning.LightningModule):
     def on_train_start(self) -> None:
         """Learn what the numbers of batches mean; a resumed run comes here too."""
         self._batches_per_step = self.trainer.accumulate_grad_batches
+        if count() > 1:  # Lightning's handler tells the others in the midst of what they say to each other
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def configure_model(self) -> None:
+        """Let a strategy see all that will be trained, at times at least, and divide it among processes."""
+        self.target_parameters.requires_grad_(True)
+        divide = getattr(self.trainer.strategy, "divide", None)
+        if divide is not None:
+            divide(self, self.target)
 
     def configure_optimizers(self) -> Any:
         adapted = list(self.target_parameters)
@@ -196,8 +207,10 @@ class Regime(lightning.LightningModule):
 
         Not for parameters that are spread over processes; nor in mixed precision, where Lightning would not clip.
         """
-        mixed = self._trainer is not None and "mixed" in str(self._trainer.precision)
-        return True if not mixed and all(type(p.data) is Tensor and p.is_cpu for p in self.parameters()) else None
+        trainer = self._trainer
+        if trainer is not None and ("mixed" in str(trainer.precision) or hasattr(trainer.strategy, "divide")):
+            return None
+        return True if all(type(p.data) is Tensor and p.is_cpu for p in self.parameters()) else None
 
     def slower_parameters(self) -> list[tuple[list[nn.Parameter], float]]:
         """Parameters whose learning rate is smaller, and by what; a resumed run goes on with what it had."""
@@ -294,7 +307,7 @@ class Regime(lightning.LightningModule):
                 return self.base(head(hidden), law, labels[which]).sum()
 
             total = chunked_loss(row_loss, rows, head.linear.parameters(), chunk_rows=self.chunk_rows)
-        return total / max(1, len(rows))
+        return total / share(len(rows))
 
     def training_losses(self, batch: Batch, step: int) -> dict[str, Tensor]:
         """`loss`, which is lessened, and all that is to be logged beside it; `step` is the batch's number.
@@ -321,9 +334,20 @@ class Regime(lightning.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         losses = self.joint_losses(batch, batch_idx)
-        self.log_dict({f"train/{k}": v for k, v in losses.items()}, prog_bar=False)
-        self.log("loss", losses["loss"], prog_bar=True, logger=False)
-        return losses["loss"]
+        loss = losses["loss"]
+        told = over_all(losses)
+        self.log_dict({f"train/{k}": v for k, v in told.items()}, prog_bar=False)
+        self.log("loss", told["loss"], prog_bar=True, logger=False)
+        return loss
+
+
+def over_all(losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The means over processes: with `share`, a sum over all rows by a count of all rows."""
+    if count() == 1:
+        return losses
+    device, dtype = losses["loss"].device, torch.promote_types(losses["loss"].dtype, torch.float32)
+    found = means([value.detach().to(device, dtype) for value in losses.values()])
+    return dict(zip(losses, cast(list[Tensor], found), strict=True))
 
 
 def check_counts(**counts: int) -> None:

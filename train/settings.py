@@ -29,6 +29,7 @@ _FOLDER = "name_or_path"  # by which a drafter reads a Hugging Face folder
 # What may differ between a run and its resumption: nothing here changes the weights.
 _FREE_IN_CACHE = ("budget_gb", "writers")
 _FREE = ("debug", "logger", "output_root", "run_name", "measure", "export")
+_FREE_OF_THE_TRAINER = ("devices", "num_nodes", "strategy", "compile")  # nothing but the order of sums
 
 
 def instantiate(config: Options, *args: Any, **kwargs: Any) -> Any:
@@ -272,6 +273,8 @@ def record_data(manifest: Options, run: Path) -> None:
 def _fixed(options: Options) -> Options:
     """What the weights depend on. Settings that are younger than some runs are left out where they change nothing."""
     fixed = {key: value for key, value in options.items() if key not in _FREE}
+    trainer = {key: value for key, value in options["trainer"].items() if key not in _FREE_OF_THE_TRAINER}
+    fixed["trainer"] = {**trainer, "devices": 1}  # as it was when there was but one process
     if fixed.get("init_from", 0) is None:
         del fixed["init_from"]
     if fixed.get("source_format", 0) is None:

@@ -57,6 +57,19 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         (["+drafter=eagle", "+data.answers.heat=1"], "unexpected keyword argument 'heat'"),
         (["+drafter=eagle", "decode.max_new_tokens=1"], "decode.max_new_tokens must be at least 2"),
         (["+drafter=eagle", "trainer=gpu"], "trainer=gpu, but torch finds no CUDA device: use trainer=cpu."),
+        (
+            ["+drafter=eagle", "trainer=fsdp"],
+            "trainer.accelerator=gpu, but torch finds no CUDA device: use trainer=ddp trainer.accelerator=cpu, or",
+        ),
+        (["+drafter=eagle", "trainer=deepspeed", "trainer.devices=8"], "but torch finds no CUDA device: use trainer="),
+        (
+            ["+drafter=eagle", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=3"],
+            "fit.batch_size is 16, of which 3 processes cannot have equal parts: choose a multiple of 3.",
+        ),
+        (
+            ["+drafter=eagle", "trainer=fsdp", "trainer.accelerator=cpu", "trainer.strategy.shard_targt=true"],
+            "There is no setting 'trainer.strategy.shard_targt'. Did you mean 'trainer.strategy.shard_target'?",
+        ),
         (["+drafter=eagle", "drafter.training.regression=l1"], "choose mse or smooth_l1"),
         (["+drafter=eagle", "+drafter.model.layers=2"], "takes no argument 'layers'. Did you mean 'num_layers'?"),
         (

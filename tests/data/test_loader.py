@@ -67,6 +67,27 @@ def test_a_resumed_loader_continues_exactly() -> None:
     assert [batch.token_ids.tolist() for batch in step_loader(other, 0, 9)] != whole
 
 
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_of_a_batch_are_disjoint_and_make_it_up(parts: int) -> None:
+    """Each with as many rows, padded to the same width, over the end of an epoch too."""
+    whole = StepBatches(rows_of([4 + 5 * i % 23 for i in range(22)]), batch_size=8, max_tokens=99, seed=3)
+    whole.cache = [torch.full((99, 1), float(row)) for row in range(22)]  # type: ignore[assignment]
+    loaders = [step_loader(whole, 1, 7, (index, parts)) for index in range(parts)]
+    for step, made in enumerate(zip(*loaders, strict=True), 1):
+        assert all(batch.segments is None for batch in made)
+        for ours, theirs in zip(zip(*(batch[:4] for batch in made), strict=True), whole[step][:4], strict=True):
+            assert len({t.shape for t in ours}) == 1 and len(ours[0]) == 8 // parts
+            assert torch.equal(torch.stack(ours, dim=1).flatten(0, 1), theirs)
+    rows = [set(whole.part(index, parts)[2].token_ids[:, 0].tolist()) for index in range(parts)]
+    assert len(set.union(*rows)) == sum(map(len, rows)) == 8
+
+
+def test_parts_that_would_differ_in_size_are_refused() -> None:
+    batches = StepBatches(rows_of([4] * 10), batch_size=4, max_tokens=8, seed=1)
+    with pytest.raises(UserError, match="of which 3 processes cannot have equal parts"):
+        batches.part(0, 3)
+
+
 def test_what_is_cut_is_counted_and_hopeless_masks_are_refused() -> None:
     assert StepBatches(rows_of([5, 3, 8]), 1, 4, 0).truncated == 2
     with pytest.raises(UserError, match="mask is 0 everywhere"):

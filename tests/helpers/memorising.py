@@ -16,6 +16,7 @@ from engine.loop import generate
 from engine.settings import DecodeSettings
 from models.target import Target
 from tests.helpers.drafters import prompts
+from train.trainer import own_settings
 
 # Nothing here is to be general: what a yaml does not know is left out, and the rest of its training is its own.
 SETTINGS = {"lr": 1e-2, "noise": 0.0, "weight_decay": 0.0}
@@ -82,7 +83,7 @@ def memorise(
     module.cache_states(text.batches, folder)
     watch = MeasureAndStop(lambda: generate(target, text.prompts, settings, drafter).stats.acceptance_rate)
     trainer = lightning.Trainer(
-        **options["trainer"],
+        **own_settings(options["trainer"]),
         max_steps=max_steps,
         max_epochs=-1,
         logger=False,
