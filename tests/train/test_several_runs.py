@@ -59,8 +59,9 @@ def weights(root: Path) -> dict[str, object]:
 def test_two_processes_export_what_one_does(tmp_path: Path) -> None:
     """By torchrun's script with DDP; by this command alone with FSDP, after all were killed once."""
     one, ddp, fsdp = (tmp_path / name for name in ("one", "ddp", "fsdp"))
-    # In float64; and not from least squares, for which these rows are too few: every rounding would grow without end.
-    exact = ["target.dtype=float64", "trainer.precision=32-true", "drafter.training.start=random"]
+    # With 16 answers, the start fits their rows so well that their gradients are of the size of Adam's epsilon: from
+    # step to step every rounding grows a hundredfold.
+    exact = ["target.dtype=float64", "trainer.precision=32-true", "data.sizes.train=96"]
     common = ["+drafter=eagle3", *SHORT, *exact, f"data.folder={tmp_path / 'data'}"]
     finish(start("train/run.py", *common, "trainer=cpu", f"output_root={one}"))
     told = shell("torchrun.sh", *common, "trainer=ddp", TWO[0], f"output_root={ddp}", PROCESSES="2")
