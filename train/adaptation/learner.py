@@ -26,7 +26,7 @@ Weights = dict[str, Tensor]
 class Updates:
     """When and from what is learnt: every `every` requests, `steps` steps of `requests` texts each.
 
-    The share `fresh_share` of the texts are fresh ones, the others of the buffer, drawn by `draw`; of each text
+    Not before the buffer holds `wait` requests: a few texts would be learnt by heart. The share `fresh_share` of the texts are fresh ones, the others of the buffer, drawn by `draw`; of each text
     `positions` are learnt (None: all). Gradients are clipped at the norm `clip`. What is served is a moving average of
     the weights, `average` of it staying at each step (0: the last weights): a few texts at a constant learning rate
     leave every single step's weights worse than their mean.
@@ -35,6 +35,7 @@ class Updates:
     every: int = 8
     steps: int = 4
     requests: int = 8
+    wait: int = 0
     fresh_share: float = 0.5
     positions: int | None = None
     draw: str = "priority"
@@ -47,6 +48,8 @@ class Updates:
                 raise UserError(f"adaptation.updates.{name} is {getattr(self, name)}: it must be at least 1.")
         if self.positions is not None and self.positions < 1:
             raise UserError(f"adaptation.updates.positions is {self.positions}: at least 1, or null for all.")
+        if self.wait < 0:
+            raise UserError(f"adaptation.updates.wait is {self.wait}: it must not be below 0.")
         if not 0 <= self.fresh_share <= 1:
             raise UserError(f"adaptation.updates.fresh_share is {self.fresh_share}: it must be from 0 to 1.")
         if self.draw not in DRAWS:

@@ -109,6 +109,13 @@ def sections_of(given: Options) -> Sections:
         read(OptimizerSettings, given["optimizer"], "adaptation.optimizer"),
         read(WhenSettings, {key: given[key] for key in ("when", "after_alarm")}, "adaptation"),
     )
+    limits = {"capacity": sections.buffer.capacity, "retention_requests": sections.buffer.retention_requests}
+    for name, limit in limits.items():
+        if limit is not None and limit < sections.updates.wait:
+            raise UserError(
+                f"adaptation.updates.wait is {sections.updates.wait}, and adaptation.buffer.{name} {limit}: nothing "
+                "would ever be learnt."
+            )
     for place in sections.pool.experts.values():
         detect(Path(place).expanduser())
     return sections

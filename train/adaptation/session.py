@@ -175,7 +175,8 @@ class Session:
     def _is_due(self, request: int) -> bool:
         at, when = self._at, self.parts.when
         wanted = when.when == "always" or request < at.alarmed_until
-        return wanted and request >= at.paused_until and at.next % self.parts.updates.every == 0
+        enough = len(self.parts.buffer) >= self.parts.updates.wait
+        return wanted and enough and request >= at.paused_until and at.next % self.parts.updates.every == 0
 
     def _change(self, request: int) -> dict[str, Any]:
         """What is due behind a request: an update, the guard's look, new weights to serve; what of it a row tells."""

@@ -25,6 +25,7 @@ SMALL = [
     "adaptation.updates.every=3",
     "adaptation.updates.steps=1",
     "adaptation.updates.requests=2",
+    "adaptation.updates.wait=0",
     "adaptation.buffer.capacity=6",
 ]
 

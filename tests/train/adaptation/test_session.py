@@ -354,6 +354,11 @@ def test_with_drift_only_what_follows_an_alarm_is_learnt(target, stream, tmp_pat
     assert [row.request for row in rows if row.updated] == [5, 7]
 
 
+def test_nothing_is_learnt_before_there_is_enough_to_learn_from(target, stream, tmp_path: Path) -> None:
+    rows = session_of(target, tmp_path, stream, learner={"updates": {"wait": 4}}).run()
+    assert [row.request for row in rows if row.updated] == [3, 5, 7, 9]
+
+
 def test_domains_that_are_kept_out_leave_no_trace(target, stream, tmp_path: Path, monkeypatch) -> None:
     session = session_of(target, tmp_path, stream, keep_out=("new",))
     written: list[Record] = []
