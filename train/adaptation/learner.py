@@ -26,10 +26,11 @@ Weights = dict[str, Tensor]
 class Updates:
     """When and from what is learnt: every `every` requests, `steps` steps of `requests` texts each.
 
-    Not before the buffer holds `wait` requests: a few texts would be learnt by heart. The share `fresh_share` of the texts are fresh ones, the others of the buffer, drawn by `draw`; of each text
-    `positions` are learnt (None: all). Gradients are clipped at the norm `clip`. What is served is a moving average of
-    the weights, `average` of it staying at each step (0: the last weights): a few texts at a constant learning rate
-    leave every single step's weights worse than their mean.
+    Not before the buffer holds `wait` requests: a few texts would be learnt by heart. The share `fresh_share` of the
+    texts are fresh ones, the others of the buffer, drawn by `draw`; of each text `positions` are learnt (None: all).
+    Gradients are clipped at the norm `clip`. What is served is a moving average of the weights, `average` of it staying
+    at each step (0: the last weights): a few texts at a constant learning rate leave every single step's weights worse
+    than their mean.
     """
 
     every: int = 8
