@@ -202,6 +202,8 @@ class DeepSpeed(DeepSpeedStrategy):
             )
         except (ImportError, MisconfigurationException) as error:
             raise UserError('trainer=deepspeed needs a package: pip install "draftsmith[deepspeed]".') from error
+        assert isinstance(self.config, dict)
+        self.config["zero_force_ds_cpu_optimizer"] = False  # or it offloads optimizers of its own alone
 
     def check(self, accelerator: str) -> None:
         """Raise UserError without CUDA, for which alone Lightning has DeepSpeed."""
