@@ -67,6 +67,6 @@ def test_a_run_goes_on_with_as_many_processes(stage: int, found: tuple[dict[str,
 
 def test_the_optimizers_states_can_be_offloaded() -> None:
     """DeepSpeed refuses that for optimizers of others otherwise."""
-    config = DeepSpeed(offload_optimizer=True).config
+    config: Any = DeepSpeed(offload_optimizer=True).config
     assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert config["zero_force_ds_cpu_optimizer"] is False
