@@ -67,7 +67,7 @@ class FeatureCache:
     With `top_k` K the target's laws are behind them: (S, L·D + 2·K), in float32 at least (`data.shards`).
 
     With a budget, shards are deleted by least recent use, and computed again when they are asked for. So are those that
-    a checksum finds damaged, or that somebody deleted.
+    a checksum finds damaged, or that somebody deleted. Processes that read the same folder keep to the budget together.
     """
 
     def __init__(
@@ -286,25 +286,38 @@ class FeatureCache:
         return self._opened[shard]
 
     def _checked(self, shard: int) -> dict[str, Any]:
-        path, key = self._file(shard), self._shard_key(shard)
+        path, key, why = self._file(shard), self._shard_key(shard), "it was deleted"
         try:
             return open_shard(path, key, known=shard in self._known)
         except FileNotFoundError:
             pass
         except DamagedShard as damage:
-            self.damaged += 1
-            print(f"{path}: {damage}; its states are computed again")
-        if self.target_divided:
+            why, self.damaged = str(damage), self.damaged + 1
             path.unlink(missing_ok=True)
-            raise UserError(f"{str(path)!r} was deleted or damaged: start the same command again, which computes it.")
+            if not self.target_divided:
+                print(f"{path}: {why}; its states are computed again")
+        if self.target_divided:
+            raise UserError(f"{str(path)!r}: {why}. Start the same command again, which computes its states.")
         self.recomputed += 1
-        self._drop(shard)
-        self._make_room(self._bytes[shard])
-        self._store(shard, self._states(shard))
-        try:
-            return open_shard(path, key)
-        except DamagedShard as damage:
-            raise UserError(f"What was just written to {str(path)!r} cannot be read: {damage}.") from damage
+        states = self._states(shard)
+        with FileLock(self.folder / ".room"):  # so that no other process writes or deletes meanwhile
+            self._see_others()
+            self._drop(shard)
+            self._make_room(self._bytes[shard])
+            self._store(shard, states)
+            try:
+                return open_shard(path, key)
+            except DamagedShard as damage:
+                raise UserError(f"What was just written to {str(path)!r} cannot be read: {damage}.") from damage
+
+    def _see_others(self) -> None:
+        """Count what other processes wrote, and no longer what they deleted."""
+        there = {path.name for path in self.folder.glob("*.safetensors")}
+        for shard in range(len(self._groups)):
+            if (exists := self._file(shard).name in there) and shard not in self._used:
+                self._use(shard)
+            elif not exists:
+                self._drop(shard)
 
     def _make_room(self, needed: int) -> None:
         """Delete shards, the least recently used first, until `needed` bytes more keep to the budget."""

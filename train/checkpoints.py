@@ -45,16 +45,23 @@ def load(path: Path) -> dict[str, Any]:
 
     Raises UserError for a damaged one.
     """
+    check_archive(path)
     try:
-        with zipfile.ZipFile(path) as archive:
-            if (part := archive.testzip()) is not None:
-                raise UserError(f"{str(path)!r} is damaged: {part} is not what was written.")
         found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except UserError:
-        raise
     except Exception as error:  # a damaged archive fails in as many ways as it has bytes
         raise UserError(f"{str(path)!r} is damaged: {_first_line(error)}.") from error
     return found
+
+
+def check_archive(path: Path) -> None:
+    """Raise UserError for a file of torch's in which a part is not what was written."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            part = archive.testzip()
+    except Exception as error:
+        raise UserError(f"{str(path)!r} is damaged: {_first_line(error)}.") from error
+    if part is not None:
+        raise UserError(f"{str(path)!r} is damaged: {part} is not what was written.")
 
 
 def resume_point(path: Path) -> tuple[Path | None, int]:

@@ -65,8 +65,7 @@ def peak(regime: Regime, batch_size: int, num_rows: int, *, online: bool, dtype:
     """
     drafter, target = regime.drafter, regime.target
     trained = [p for p in regime.parameters() if p.requires_grad]
-    tokens, itemsize = batch_size * num_rows, target.dtype.itemsize
-    width = len(regime.capture_layers) * target.hidden_size * itemsize
+    tokens = batch_size * num_rows
     activations, recomputed = _activations(regime, batch_size, num_rows, dtype)
     steps = regime.num_steps
     head = sum(_bytes(drafter.logit_parameters(step)) for step in range(steps))
@@ -75,7 +74,7 @@ def peak(regime: Regime, batch_size: int, num_rows: int, *, online: bool, dtype:
         weights=_bytes([*target.original.model.parameters(), *regime.target.model.parameters(), *drafter.parameters()]),
         gradients=_bytes(trained),
         moments=2 * _bytes(trained),
-        states=tokens * width,
+        states=tokens * _state_bytes(regime, online),
         target_pass=_target_pass(target, tokens) if online else 0,
         activations=activations,
         recomputed=recomputed,
@@ -91,6 +90,15 @@ def peak_of_run(regime: Regime, batches: StepBatches, options: dict[str, Any]) -
     online = fit["hidden_states"] == "online" or not regime.backbone.frozen
     rows = fit["batch_size"] // count()
     return peak(regime, rows, int(max(batches.row_lengths)), online=online, dtype=dtype)
+
+
+def _state_bytes(regime: Regime, online: bool) -> int:
+    """Of a token: its captured states, or what a cache holds of laws in place of the last."""
+    size, dtype, laws = regime.target.hidden_size, regime.target.dtype, regime.law_tokens
+    if online or laws is None:
+        return len(regime.capture_layers) * size * dtype.itemsize
+    width = len(regime.drafter.capture_layers) * size + 2 * laws
+    return width * torch.promote_types(dtype, torch.float32).itemsize
 
 
 def _target_pass(target: Target, tokens: int) -> int:

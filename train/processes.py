@@ -81,18 +81,20 @@ def rank() -> int:
 def first() -> Iterator[None]:
     """What is within is done by process 0, and then by the others, which find on the disk what it left there.
 
-    Where it fails in process 0, which says why, the others end.
+    None goes on before all are done. Where it fails in process 0, which says why, the others end.
     """
     if rank():
         _hear()
         yield
-        return
-    done = False
-    try:
-        yield
-        done = True
-    finally:
-        _tell(done)
+    else:
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            _tell(done)
+    if count() > 1:
+        dist.barrier()
 
 
 def told(work: Callable[[], T]) -> T:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from models.errors import UserError
 from models.target import Target
+from train.checkpoints import check_archive
 from train.processes import PATIENCE
 
 _STEPS_FILE = "steps.json"
@@ -54,6 +55,8 @@ class FullySharded(ModelParallelStrategy):
         mesh = self.device_mesh["data_parallel"]
         for layer in target.layers if self.shares_target else []:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+            layer.unshard()  # what is gathered into is made here: in inference mode it could be used there alone
+            layer.reshard()
         self._class = module.__class__
         fully_shard(module, mesh=mesh)
         register_fsdp_forward_method(module, "training_step")
@@ -199,6 +202,8 @@ class DeepSpeed(DeepSpeedStrategy):
             )
         except (ImportError, MisconfigurationException) as error:
             raise UserError('trainer=deepspeed needs a package: pip install "draftsmith[deepspeed]".') from error
+        assert isinstance(self.config, dict)
+        self.config["zero_force_ds_cpu_optimizer"] = False  # or it offloads optimizers of its own alone
 
     def check(self, accelerator: str) -> None:
         """Raise UserError without CUDA, for which alone Lightning has DeepSpeed."""
@@ -265,7 +270,7 @@ class DeepSpeed(DeepSpeedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write beside the last checkpoint, which is dropped once this one is complete."""
         path = Path(self.broadcast(str(filepath)))
-        fresh, old = (path.with_name(f".{path.name}.{part}") for part in ("new", "old"))
+        fresh, old = _beside(path, "new"), _beside(path, "old")
         if self.is_global_zero:
             shutil.rmtree(fresh, ignore_errors=True)
         self.barrier()
@@ -282,15 +287,33 @@ class DeepSpeed(DeepSpeedStrategy):
         self.barrier()
 
 
+def restore_name(checkpoint: Path) -> None:
+    """Give DeepSpeed's last checkpoint its name back, where all ended while the next one was to get it."""
+    if not checkpoint.exists() and _beside(checkpoint, "old").exists():
+        _beside(checkpoint, "old").rename(checkpoint)
+
+
 def steps_in(checkpoint: Path, processes: int) -> int:
     """The optimizer steps behind DeepSpeed's checkpoint, a folder.
 
-    Raises UserError where another number of processes wrote it.
+    Raises UserError where it is damaged, and where another number of processes wrote it.
     """
-    told = json.loads((checkpoint / _STEPS_FILE).read_text())
+    try:
+        for file in sorted(checkpoint.rglob("*.pt")):
+            check_archive(file)
+        told = json.loads((checkpoint / _STEPS_FILE).read_text())
+    except (UserError, OSError, ValueError) as error:
+        raise UserError(
+            f"{str(checkpoint)!r} is damaged: {error} Delete the folder {str(checkpoint.parent)!r}, and the same "
+            "command trains again from the first step. The answers are kept."
+        ) from error
     if told["processes"] != processes:
         raise UserError(
             f"{str(checkpoint)!r} was written by {told['processes']} processes of DeepSpeed, and these are "
             f"{processes}: start it again with as many, or choose another run_name."
         )
     return int(told["global_step"])
+
+
+def _beside(checkpoint: Path, which: str) -> Path:
+    return checkpoint.with_name(f".{checkpoint.name}.{which}")

@@ -17,7 +17,7 @@ from train import processes
 from train.callbacks import AtomicCheckpoints
 from train.checkpoints import read_kept, resume_point
 from train.settings import Options, instantiate
-from train.strategies import DeepSpeed, steps_in
+from train.strategies import DeepSpeed, restore_name, steps_in
 
 _OURS = ("strategy", "compile")  # of the settings, those that are not the trainer's own
 
@@ -109,6 +109,7 @@ def resume_point_of(path: Path, best: Path, strategy: Any) -> tuple[Path | None,
 
     Raises UserError for one that the strategy cannot go on from, and where `best` beside it is damaged.
     """
+    restore_name(path)
     if path.exists() and path.is_dir() != isinstance(strategy, DeepSpeed):
         how = "by" if path.is_dir() else "without"
         raise UserError(

@@ -262,6 +262,30 @@ def test_the_shard_least_recently_used_is_deleted_also_after_a_restart(target: T
     assert there() == [2]
 
 
+def test_without_a_target_at_hand_damage_is_told_and_mended_by_the_next_start(target: Target, tmp_path: Path) -> None:
+    whole = build(target, tmp_path / "whole")
+    cache = build(target, tmp_path / "part")
+    cache.target_divided = True
+    damaged = cache._file(2)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    lost = next(row for row in range(len(ROWS)) if cache._place[row][0] == 2)
+    for why in ("its checksum is another", "it was deleted"):
+        with pytest.raises(UserError, match=rf"000002.safetensors': {why}. Start the same command again"):
+            cache[lost]
+    assert same(all_of(build(target, tmp_path / "part")), all_of(whole))
+
+
+def test_processes_that_read_one_folder_keep_to_the_budget_together(target: Target, tmp_path: Path) -> None:
+    whole = build(target, tmp_path / "whole")
+    budget = budget_of(whole, 2.0)
+    both = [build(target, tmp_path / "part", budget_gb=budget) for _ in range(2)]
+    for row in range(len(ROWS)):
+        for cache, which in zip(both, (row, len(ROWS) - 1 - row), strict=True):
+            assert torch.equal(cache[which], whole[which])
+            assert sum(t.nbytes for file in shards(tmp_path / "part") for t in load_file(file).values()) <= budget * 1e9
+    assert all(cache.recomputed for cache in both)
+
+
 def test_budgets_and_disks_that_are_too_small_are_told_before_anything_is_written(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,16 +43,17 @@ def rows_of(target: Target, number: int) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-class _Stopped(LastCheckpoint):
-    """Ends the training behind the first checkpoint."""
+def _ending_behind(step: int) -> type[LastCheckpoint]:
+    class Ending(LastCheckpoint):
+        def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
+            super().on_train_batch_end(trainer, *args, **kwargs)
+            trainer.should_stop = trainer.global_step == step
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
-        super().on_train_batch_end(trainer, *args, **kwargs)
-        trainer.should_stop = self._saved_at > 0
+    return Ending
 
 
-def train(overrides: list[str], run: Path, stop: bool = False) -> dict[str, Any]:
-    """What a training in the folder `run` leaves: weights, metrics and score. With `stop`, half of it is done."""
+def train(overrides: list[str], run: Path, stop: int | None = None) -> dict[str, Any]:
+    """What a training in the folder `run` leaves, all of it or up to step `stop`: weights, metrics and score."""
     options = composed("train", [*SHORT, *overrides, f"data.folder={run.parent / 'data'}"])
     target = load_target("tiny", dtype=options["target"]["dtype"], device="cpu")
     adapted = pipeline.adapt(options, target)
@@ -61,8 +62,8 @@ def train(overrides: list[str], run: Path, stop: bool = False) -> dict[str, Any]
     drafter = pipeline.build_drafter(options, adapted, batches)
     data = pipeline.Prepared(batches, prompts, prompts, None)
     with pytest.MonkeyPatch.context() as patch:
-        if stop:
-            patch.setattr(pipeline, "LastCheckpoint", _Stopped)
+        if stop is not None:
+            patch.setattr(pipeline, "LastCheckpoint", _ending_behind(stop))
         score = pipeline.fit(options, adapted, drafter, data, run, pipeline.open_logger(options, run))
     weights = {name: tensor.detach().clone() for name, tensor in drafter.state_dict().items()}
     weights |= {f"target.{i}": p.detach().clone() for i, p in enumerate(adapted.trained)}

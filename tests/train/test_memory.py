@@ -106,6 +106,8 @@ def test_what_is_there_before_the_step_is_counted(target: Target) -> None:
     assert found.target_pass == BATCH_SIZE * ROWS * (6 * 128 + 3 * 256) * 4
     cached = peak(regime, BATCH_SIZE, ROWS, online=False)
     assert cached.target_pass == 0 and cached.activations == found.activations
+    regime.keep_laws(8)
+    assert peak(regime, BATCH_SIZE, ROWS, online=False).states == BATCH_SIZE * ROWS * (3 * 128 + 2 * 8) * 4
     assert "memory: about" in str(found) and "activations" in str(found)
 
 

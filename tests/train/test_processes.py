@@ -15,6 +15,7 @@ from conf.compose import composed
 from models.errors import UserError
 from train import processes
 from train.settings import run_folder
+from train.strategies import DeepSpeed
 from train.trainer import check_place, resume_point_of
 
 ROOT = CONF.parent
@@ -113,3 +114,33 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
     folder.mkdir()
     with pytest.raises(UserError, match="was written by DeepSpeed"):
         resume_point_of(folder, tmp_path / "best", None)
+
+
+def deepspeeds(folder: Path) -> Path:
+    """A checkpoint as DeepSpeed leaves it."""
+    (folder / "checkpoint").mkdir(parents=True)
+    torch.save({"weights": torch.arange(100.0)}, folder / "checkpoint" / "states.pt")
+    (folder / "steps.json").write_text('{"global_step": 7, "processes": 1}')
+    return folder / "checkpoint" / "states.pt"
+
+
+def test_deepspeeds_checkpoint_that_was_being_replaced_is_gone_on_from(tmp_path: Path) -> None:
+    """Killed between two names, it is the one before."""
+    deepspeeds(tmp_path / ".last.ckpt.old")
+    last = tmp_path / "last.ckpt"
+    assert resume_point_of(last, tmp_path / "best", DeepSpeed.__new__(DeepSpeed)) == (last, 7)
+
+
+def test_deepspeeds_checkpoint_is_looked_through(tmp_path: Path) -> None:
+    last, strategy = tmp_path / "last.ckpt", DeepSpeed.__new__(DeepSpeed)
+    states = deepspeeds(last)
+    content = states.read_bytes()
+    place = content.index(torch.arange(100.0).numpy().tobytes()) + 40
+    states.write_bytes(content[:place] + b"x" + content[place + 1 :])
+    with pytest.raises(UserError, match=r"is damaged: .*states.pt.* is not what was written. Delete the folder"):
+        resume_point_of(last, tmp_path / "best", strategy)
+    states.write_bytes(content)
+    assert resume_point_of(last, tmp_path / "best", strategy) == (last, 7)
+    (last / "steps.json").unlink()
+    with pytest.raises(UserError, match=r"is damaged: .*steps.json.* Delete the folder"):
+        resume_point_of(last, tmp_path / "best", strategy)

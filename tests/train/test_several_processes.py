@@ -19,36 +19,43 @@ ROOT = CONF.parent
 CASES = {
     "eagle": ["+drafter=eagle"],
     "eagle3": ["+drafter=eagle3", "draft_vocab_size=512", "trainer.accumulate_grad_batches=2"],
-    "mtp": [
+    "mtp": [  # whose states are not all on the disk
         "+drafter=mtp", "drafter.training.projection=true", "drafter.training.weights.by=gradnorm",
-        "drafter.training.num_steps=3",
+        "drafter.training.num_steps=3", "fit.cache.rows_per_shard=2", "fit.cache.budget_gb=0.0005",
     ],
-    "parallel": ["+drafter=mtp_parallel"],
-    "dspark": ["+drafter=dspark", "drafter.training.num_anchors=6"],
+    "parallel": ["+drafter=mtp_parallel", "data.packing=true"],
+    "dspark": [
+        "+drafter=dspark", "drafter.training.num_anchors=6", "fit.cache.top_k=16", "fit.cache.dtype=int8",
+        "fit.activation_checkpointing=true",
+    ],
     "on_policy": ["+drafter=distilled_lm", "drafter.training.on_policy_ratio=0.5", "drafter.training.refresh_every=6"],
     "medusa2": ["+drafter=medusa2"],
 }  # fmt: skip
+STATES = ("cached", "online")
 EXACT = ["target.dtype=float64", "trainer.precision=32-true"]  # which leaves the weights as they are
 DDP = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
 FSDP = ["trainer=fsdp", "trainer.accelerator=cpu", "trainer.devices=2"]
+DIVIDED = ("eagle3", "mtp", "dspark", "on_policy")
 RESUMED = ("eagle3", "mtp")  # with parameters in two groups, and with states of their own
 Found = dict[str, dict[str, Any]]
+Case = tuple[Path, list[str], int | None]  # a folder, overrides, and the step behind which it stops
 pytestmark = pytest.mark.slow
 
 
-def run(cases: dict[Path, list[str]], stopped: list[Path]) -> Found:
-    """What two processes leave in the cases' folders, one after the other; of `stopped` they do half."""
-    listed = [{"overrides": case, "folder": str(folder), "stop": folder in stopped} for folder, case in cases.items()]
-    for folder in cases:
+def run(cases: list[Case]) -> Found:
+    """What two processes leave in the cases' folders, one case after the other; some go on where others stopped."""
+    listed = [{"folder": str(folder), "overrides": overrides, "stop": stop} for folder, overrides, stop in cases]
+    folders = {folder for folder, *_ in cases}
+    for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
-    told = next(iter(cases)).parent / "cases.json"
+    told = cases[0][0].parent / "cases.json"
     told.write_text(json.dumps(listed))
     command = [sys.executable, "-m", "tests.helpers.several", str(told)]
     paths = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    return {folder.name: written(folder) for folder in cases}
+    return {folder.name: written(folder) for folder in folders}
 
 
 def single(name: str) -> list[str]:
@@ -62,28 +69,22 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
     return {name: train(single(name), folder / name) for name in CASES}, folder
 
 
-def several(trainer: list[str], names: list[str], folder: Path) -> Found:
-    """What two processes leave; of what is resumed one process does the first half, or the second."""
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
+    """What two leave. What is resumed begins and ends with one process, and has DDP and FSDP in between."""
+    folder = tmp_path_factory.mktemp("two")
+    often = "fit.checkpoint_every=2"
     for name in RESUMED:
-        train(single(name), folder / f"one-two-{name}", stop=True)
-    cases = {folder / name: [*CASES[name], *trainer, *EXACT] for name in names}
-    resumed = {folder / f"{how}-{name}": cases[folder / name] for how in ("one-two", "two-one") for name in RESUMED}
-    found = run(cases | resumed, [folder / f"two-one-{name}" for name in RESUMED])
-    return found | {f"two-one-{name}": train(single(name), folder / f"two-one-{name}") for name in RESUMED}
-
-
-@pytest.fixture(scope="module")
-def ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
-    folder = tmp_path_factory.mktemp("ddp")
-    return several(DDP, list(CASES), folder), folder
-
-
-@pytest.fixture(scope="module")
-def fsdp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
-    """One of them with the target divided as well."""
-    folder = tmp_path_factory.mktemp("fsdp")
-    names = [name for name in CASES if name != "medusa2"]
-    return several([*FSDP, "trainer.strategy.shard_target=false"], names, folder), folder
+        train([*single(name), often], folder / f"resumed-{name}", stop=10)
+    cases: list[Case] = [(folder / f"ddp-{name}", [*CASES[name], *DDP, *EXACT], None) for name in CASES]
+    cases += [(folder / f"fsdp-{name}", [*CASES[name], *FSDP, *EXACT], None) for name in DIVIDED]
+    divided = [*CASES["eagle"], *FSDP, *EXACT, "trainer.strategy.shard_target=true"]
+    cases += [(folder / f"divided-{how}", [*divided, f"fit.hidden_states={how}"], None) for how in STATES]
+    for name in RESUMED:
+        place, same = folder / f"resumed-{name}", [*CASES[name], *EXACT, often]
+        cases += [(place, [*same, *DDP], 14), (place, [*same, *FSDP], 18)]
+    found = run(cases)
+    return found | {f"resumed-{n}": train([*single(n), often], folder / f"resumed-{n}") for n in RESUMED}, folder
 
 
 def check_equal(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
@@ -97,35 +98,34 @@ def check_equal(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
 
 @pytest.mark.parametrize("name", CASES)
 def test_ddp_trains_every_family_as_one_process_does(
-    name: str, alone: tuple[Found, Path], ddp: tuple[Found, Path]
+    name: str, alone: tuple[Found, Path], two: tuple[Found, Path]
 ) -> None:
-    check_equal(ddp[0][name], alone[0][name], 1e-8)
+    check_equal(two[0][f"ddp-{name}"], alone[0][name], 1e-8)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "medusa2"])
-def test_fsdp_trains_every_family_as_one_process_does(
-    name: str, alone: tuple[Found, Path], fsdp: tuple[Found, Path]
-) -> None:
-    check_equal(fsdp[0][name], alone[0][name], 1e-8)
+@pytest.mark.parametrize("name", DIVIDED)
+def test_fsdp_trains_as_one_process_does(name: str, alone: tuple[Found, Path], two: tuple[Found, Path]) -> None:
+    """In the other families nothing of it is different."""
+    check_equal(two[0][f"fsdp-{name}"], alone[0][name], 1e-8)
 
 
-@pytest.mark.parametrize("trainer", ["ddp", "fsdp"])
+@pytest.mark.parametrize("how", STATES)
+def test_a_divided_target_changes_nothing(how: str, alone: tuple[Found, Path], two: tuple[Found, Path]) -> None:
+    """Its first pass of all is one of the engine, with cached states."""
+    check_equal(two[0][f"divided-{how}"], alone[0]["eagle"], 1e-8)
+
+
 @pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("how", ["one-two", "two-one"])
 def test_a_run_goes_on_with_another_number_of_processes(
-    trainer: str, name: str, how: str, alone: tuple[Found, Path], request: pytest.FixtureRequest
+    name: str, alone: tuple[Found, Path], two: tuple[Found, Path]
 ) -> None:
     """Its last checkpoint is that of one process without a stop: weights, and the optimizer's states."""
-    found, folder = request.getfixturevalue(trainer)
-    ours, theirs = (tensors_of(at / "checkpoints" / "last.ckpt") for at in (folder / f"{how}-{name}", alone[1] / name))
+    ours, theirs = (
+        tensors_of(folder / "checkpoints" / "last.ckpt") for folder in (two[1] / f"resumed-{name}", alone[1] / name)
+    )
     assert int(ours["step"]) == 20
     assert largest_difference(ours, theirs) < 1e-8
-    assert largest_difference(found[f"{how}-{name}"]["weights"], alone[0][name]["weights"]) < 1e-8
-
-
-def test_a_divided_target_changes_nothing(alone: tuple[Found, Path], tmp_path: Path) -> None:
-    divided = [*CASES["eagle"], *FSDP, *EXACT, "trainer.strategy.shard_target=true", "fit.hidden_states=online"]
-    check_equal(run({tmp_path / "eagle": divided}, [])["eagle"], alone[0]["eagle"], 1e-8)
+    assert largest_difference(two[0][f"resumed-{name}"]["weights"], alone[0][name]["weights"]) < 1e-8
 
 
 def test_compiled_layers_train_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_compiled_layers_train_alike(tmp_path: Path, monkeypatch: pytest.MonkeyP
         compiled_by(layer, backend="aot_eager", **settings)
 
     monkeypatch.setattr(torch.nn.Module, "compile", trace)
-    shorter = ["+drafter=eagle", "trainer=cpu", "fit.max_steps=4"]
+    shorter = ["+drafter=eagle", "trainer=cpu", "fit.max_steps=2", "fit.validation_prompts=1", "decode.max_new_tokens=2"]
     plain, compiled = (train([*shorter, f"trainer.compile={on}"], tmp_path / on) for on in ("false", "true"))
     assert traced
     assert largest_difference(plain["weights"], compiled["weights"]) < 1e-5

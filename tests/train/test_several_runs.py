@@ -57,44 +57,40 @@ def weights(root: Path) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_two_processes_export_what_one_does(tmp_path: Path) -> None:
-    """By torchrun's script with DDP; by this command alone with FSDP, after all were killed once."""
+    """By torchrun's script with DDP; by this command alone with FSDP, killed, and to its end by SLURM's script."""
     one, ddp, fsdp = (tmp_path / name for name in ("one", "ddp", "fsdp"))
     # With 16 answers, the start fits their rows so well that their gradients are of the size of Adam's epsilon: from
     # step to step every rounding grows a hundredfold.
     exact = ["target.dtype=float64", "trainer.precision=32-true", "data.sizes.train=96"]
     common = ["+drafter=eagle3", *SHORT, *exact, f"data.folder={tmp_path / 'data'}"]
     finish(start("train/run.py", *common, "trainer=cpu", f"output_root={one}"))
-    told = shell("torchrun.sh", *common, "trainer=ddp", TWO[0], f"output_root={ddp}", PROCESSES="2")
-    assert told.count("greedy output identical to plain decoding on 2 of 2 prompts") == 1
-    again = ["train/run.py", *common, "trainer=fsdp", *TWO, f"output_root={fsdp}"]
+    told = [shell("torchrun.sh", *common, "trainer=ddp", TWO[0], f"output_root={ddp}", PROCESSES="2")]
+    divided = [*common, "trainer=fsdp", f"output_root={fsdp}"]
     last = fsdp / "run" / "checkpoints" / "last.ckpt"
-    assert kill_when(start(*again), last.exists) == -signal.SIGKILL
+    assert kill_when(start("train/run.py", *divided, *TWO), last.exists) == -signal.SIGKILL
     deadline = time.monotonic() + 20
     while processes_of(f"output_root={fsdp}"):
         assert time.monotonic() < deadline, "the other process outlived the first"
         time.sleep(0.2)
-    finish(start(*again))
+    told.append(shell("slurm.sh", *divided, TWO[0], **by_srun(tmp_path)))
+    assert [text.count("greedy output identical to plain decoding on 2 of 2 prompts") for text in told] == [1, 1]
     for root in (ddp, fsdp):
         assert largest_difference(weights(root), weights(one)) < 1e-5
         assert (root / "run" / "acceptance.json").exists() and (root / "run" / "training.json").exists()
     tokens = [json.loads((root / "run" / "training.json").read_text())["tokens"] for root in (one, ddp, fsdp)]
     assert len(set(tokens)) == 1
-    assert "finished" in finish(start(*again))
+    assert "finished" in finish(start("train/run.py", *divided, *TWO))
 
 
-@pytest.mark.slow
-def test_slurms_script_trains_in_the_tasks_that_srun_starts(tmp_path: Path) -> None:
-    """With a double of srun."""
-    (tmp_path / "srun").write_text(SRUN)
-    (tmp_path / "srun").chmod(0o755)
-    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    told = shell(
-        "slurm.sh", "+drafter=eagle", *SHORT, "fit.max_steps=4", "trainer=ddp", TWO[0], f"output_root={tmp_path}",
-        PATH=path, SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2", SLURM_NNODES="1", SLURM_JOB_ID="4711",
-        SLURM_JOB_NAME="draftsmith", SLURM_NODELIST="127.0.0.1", SLURM_SUBMIT_DIR=str(ROOT),
-    )  # fmt: skip
-    assert told.count("export reloaded") == 1
-    assert (tmp_path / "run" / "acceptance.json").exists()
+def by_srun(folder: Path) -> dict[str, str]:
+    """What SLURM tells a job of two tasks, and a double of srun in front of others."""
+    (folder / "srun").write_text(SRUN)
+    (folder / "srun").chmod(0o755)
+    return {
+        "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "draftsmith",
+        "SLURM_NODELIST": "127.0.0.1", "SLURM_SUBMIT_DIR": str(ROOT),
+    }  # fmt: skip
 
 
 @pytest.mark.slow
