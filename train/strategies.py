@@ -55,8 +55,9 @@ class FullySharded(ModelParallelStrategy):
         mesh = self.device_mesh["data_parallel"]
         for layer in target.layers if self.shares_target else []:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-            layer.unshard()  # what is gathered into is made here: in inference mode it could be used there alone
-            layer.reshard()
+            # What is gathered into is made here: made in inference mode, it could be used there alone.
+            layer.unshard()  # type: ignore[operator]
+            layer.reshard()  # type: ignore[operator]
         self._class = module.__class__
         fully_shard(module, mesh=mesh)
         register_fsdp_forward_method(module, "training_step")
