@@ -137,7 +137,9 @@ def test_compiled_layers_train_alike(tmp_path: Path, monkeypatch: pytest.MonkeyP
         compiled_by(layer, backend="aot_eager", **settings)
 
     monkeypatch.setattr(torch.nn.Module, "compile", trace)
-    shorter = ["+drafter=eagle", "trainer=cpu", "fit.max_steps=2", "fit.validation_prompts=1", "decode.max_new_tokens=2"]
+    shorter = [
+        "+drafter=eagle", "trainer=cpu", "fit.max_steps=2", "fit.validation_prompts=1", "decode.max_new_tokens=2",
+    ]  # fmt: skip
     plain, compiled = (train([*shorter, f"trainer.compile={on}"], tmp_path / on) for on in ("false", "true"))
     assert traced
     assert largest_difference(plain["weights"], compiled["weights"]) < 1e-5
