@@ -113,6 +113,15 @@ def test_markdown_and_picture(tmp_path: Path) -> None:
         (["compare.drafters=[eagle,eagle]"], "each once"),
         (["compare.drafters=[eegle]"], "there is no drafter 'eegle'"),
         (["compare.drafters=[eagle]", "+compare.overrides.suffix=[]"], "names 'suffix', which is not among"),
+        (["compare.drafters=[eagle]", "compare.equal_to=conv"], "equal_to is 'conv', which is not among"),
+        (
+            [
+                "compare.drafters=[eagle,conv]",
+                "compare.equal_to=eagle",
+                "+compare.overrides.conv=['drafter.model.intermediate_size=9']",
+            ],
+            "overrides.conv has drafter.model.intermediate_size=…, which compare.equal_to is to find",
+        ),
         (["compare.minutes=0"], "must be a number above 0"),
         (["compare.minutes=1", "fit.max_steps=5"], "two budgets"),
         (["+compare.overrides.eagle='drafter.training.lr=1'"], "give a list of settings"),
