@@ -41,6 +41,16 @@ class Compared:
         """Those that were measured, ascending."""
         return sorted({r["temperature"] for r in self.results})
 
+    @property
+    def draft_ms_per_token(self) -> float | None:
+        """Milliseconds that a drafted token took, in chains at the lowest temperature; None where none was drafted.
+
+        All that drafting takes is counted: what the drafter reads of the prompt and of accepted tokens as well.
+        """
+        result = self.result(self.temperatures[0], False)
+        drafted = 0 if result is None else sum(map(sum, result["counts"]["drafted"]))
+        return None if result is None or not drafted else 1000 * sum(result["counts"]["draft_s"]) / drafted
+
 
 def describe_drafter(
     target: Target, drafter: Any, prompts: Sequence[Prompt], settings: DecodeSettings
@@ -92,6 +102,7 @@ def table_rows(compared: list[Compared]) -> list[Row]:
                 row[f"τ {what}, T={temperature:g}"] = _with_interval(c.result(temperature, tree), "block_efficiency")
             row[f"speed-up chain, T={temperature:g}"] = _with_interval(c.result(temperature, False), "speedup")
         first = c.result(c.temperatures[0], False)
+        row["ms per drafted token"] = _shown(c.draft_ms_per_token, "{:.3f}")
         positions = [] if first is None else first["conditional_acceptance"]
         row["α by position"] = " ".join(_shown(x, "{:.2f}") for x in positions)
         rows.append(row)
@@ -146,7 +157,7 @@ def write(compared: list[Compared], target: Target, folder: Path, options: dict[
         console.print(line)
         text += f"\n{line}\n"
     write_text(folder / "compare.md", text)
-    numbers = [asdict(c) for c in compared]
+    numbers = [{**asdict(c), "draft_ms_per_token": c.draft_ms_per_token} for c in compared]
     write_json(folder / "compare.json", {"drafters": numbers, "config": options, "provenance": provenance()})
     draw(compared, folder / "compare.png")
     print(f"wrote compare.md, compare.json and compare.png in {folder}")

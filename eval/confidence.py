@@ -1,5 +1,10 @@
 """Calibration of a drafter's confidence head: a temperature for each position, from what the engine accepted.
 
+    python eval/confidence.py export=outputs/.../export
+
+prints how far an export's estimates are off without its positions' temperatures and with them, and writes
+confidence.json. Every run of a drafter that has such a head fits them on validation prompts, when it is exported.
+
 R rounds, N drafted positions.
 """
 
@@ -7,15 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor
 
+from conf.compose import main, plain
 from engine.draft_length import DraftLength, Lengths, Round
 from engine.loop import generate
 from engine.settings import DecodeSettings
 from models.chain_drafting import EstimateRule
+from models.errors import UserError
 from models.target import Target
 
 _BINS = 10
@@ -38,6 +47,38 @@ class Estimated:
         return Estimated(*(getattr(self, name)[rows] for name in Estimated.__slots__))
 
 
+def job(config: DictConfig) -> None:
+    """Measure how far an export's estimates are off, print and write it."""
+    options = plain(config)
+    from data.answers import context_ids
+    from engine.options import decode_settings
+    from eval.prompt_sets import prompt_set
+    from models.checkpoint import detect, target_options
+    from models.drafter import accelerate_drafter
+    from models.files import write_json
+    from models.target import load_target
+
+    folder = Path(options["export"])
+    module = detect(folder, options["format"])
+    output = Path(options["output"] or folder.parent / "confidence.json")
+    target = load_target(**target_options(module.read(folder), options["target"], folder))
+    drafter = module.load(folder, target)
+    if getattr(drafter, "confidence_head", None) is None:
+        raise UserError(f"{str(folder)!r} holds a drafter that has no confidence head: train one with +drafter=dspark.")
+    target.accelerate()
+    accelerate_drafter(drafter)
+    prompts = prompt_set(options["prompts"], target, options["num_prompts"], options["seed"])
+    contexts = [context_ids(target, prompt) for prompt in prompts]
+    decode = {**options["decode"], "tree": None, "verification": "token"}  # as at export
+    settings = decode_settings(decode, 0.0, options["seed"], drafter.max_depth)
+    given = options["temperatures"]
+    temperatures = [float(t) for t in (given if isinstance(given, list) else [given])]
+    found = calibration_errors(target, drafter, contexts, settings, temperatures)
+    print(report(found))
+    write_json(output, {**found, "config": options})
+    print(f"wrote {output}")
+
+
 def calibrate(
     target: Target,
     drafter: Any,
@@ -51,13 +92,37 @@ def calibrate(
     rest tell the calibration errors, of each position, of each temperature and of all together: `expected_error`. None
     where nothing was tested there.
     """
-    head = drafter.confidence_head
-    head.temperatures.fill_(1.0)
-    logged = log_estimates(target, drafter, contexts, settings, temperatures)
+    logged = _log_untempered(target, drafter, contexts, settings, temperatures)
     fits = logged.prompt % 2 == 0
     found = fit_temperatures(logged.select(fits))
-    held = logged.select(~fits)
-    head.temperatures.copy_(found)
+    drafter.confidence_head.temperatures.copy_(found)
+    return _told(logged.select(~fits), found, temperatures)
+
+
+def calibration_errors(
+    target: Target,
+    drafter: Any,
+    contexts: Sequence[list[int]],
+    settings: DecodeSettings,
+    temperatures: Sequence[float],
+) -> dict[str, Any]:
+    """As `calibrate`, but of the temperatures that the head has, and on all contexts, of which it fits none."""
+    head = drafter.confidence_head
+    own = head.temperatures.clone()
+    try:
+        logged = _log_untempered(target, drafter, contexts, settings, temperatures)
+    finally:
+        head.temperatures.copy_(own)
+    return _told(logged, own.double().cpu(), temperatures)
+
+
+def _log_untempered(target: Target, drafter: Any, *given: Any) -> Estimated:
+    drafter.confidence_head.temperatures.fill_(1.0)
+    return log_estimates(target, drafter, *given)
+
+
+def _told(held: Estimated, found: Tensor, temperatures: Sequence[float]) -> dict[str, Any]:
+    """What estimates of other rounds are off by, without the positions' temperatures `found` (N,) and with them."""
     after = replace_chances(held, found)
     apart = [held.temperature == temperature for temperature in temperatures]
     return {
@@ -74,7 +139,7 @@ def calibrate(
 
 
 def report(found: dict[str, Any]) -> str:
-    """What `calibrate` found, for people."""
+    """What was found, for people."""
 
     def told(values: Sequence[float | None]) -> str:
         return " ".join("-" if value is None else f"{value:.3f}" for value in values)
@@ -83,6 +148,7 @@ def report(found: dict[str, Any]) -> str:
     lines = [
         f"confidence head: calibration error {before} before the positions' temperatures, {after} after, on "
         f"{sum(found['tested'])} tested tokens that fitted none",
+        "  (each tenth of the chances from 0 to 1: share of tokens there times |mean chance - share accepted|, summed)",
         f"  temperatures {told(found['temperatures'])}",
         f"  errors before {told(found['error_before_per_position'])}",
         f"  errors after {told(found['error_after_per_position'])}",
@@ -215,3 +281,7 @@ class _RecorderRule:
 
     def goes_on(self, chance: Tensor) -> Tensor:
         return torch.ones(len(chance), dtype=torch.bool)
+
+
+if __name__ == "__main__":
+    main("confidence", job)

@@ -2,8 +2,10 @@
 
     python train/compare.py target=tiny
     python train/compare.py target=smollm2 compare.drafters=[prompt_lookup,medusa,eagle]
+    python train/compare.py compare.drafters=[eagle,conv,linear_attention,experts] compare.equal_to=eagle
 
 Every drafter is a run of train/run.py in a process of its own. All settings but those of `compare` are handed on to it.
+With compare.equal_to, all get layers as wide as it takes to have as many parameters as that one.
 Started again, the same command goes on where it stopped: what is trained or measured is not done again.
 """
 
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from conf.compose import choices, explain_overrides, main, plain
+from conf.compose import choices, composed, explain_overrides, main, plain
 from models.errors import UserError
 from train import subruns
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from models.target import Target
 
 _OWN = ("drafter.", "fit.", "trainer.", "draft_vocab_size=", "init_from=", "source_format=")  # of one drafter alone
+_WIDTH = "drafter.model.intermediate_size="
 _OURS = ("compare.", "run_name=", "output_root=")  # settings that are not handed on
 
 
@@ -35,9 +38,12 @@ def job(config: DictConfig) -> None:
     folder = Path(options["output_root"]) / (options["run_name"] or f"compare-{options['target']['source']}")
     for name in wanted["drafters"]:
         subruns.check_measured(folder / name, options["measure"])
-    for number, name in enumerate(wanted["drafters"], 1):
-        print(f"\n{name} ({number} of {len(wanted['drafters'])})", flush=True)
-        own = [*shared, *_own(wanted, name)]
+    settings = {name: [*shared, *_own(wanted, name)] for name in wanted["drafters"]}
+    if wanted["equal_to"] is not None:
+        sizes = _equal_sizes(options, settings)
+        settings = {name: [*own, *sizes[name]] for name, own in settings.items()}
+    for number, (name, own) in enumerate(settings.items(), 1):
+        print(f"\n{name} ({number} of {len(settings)})", flush=True)
         steps = subruns.budget(wanted["minutes"], name, own, folder, name, folder / "data")
         subruns.run(name, [*own, *steps], folder, name, folder / "data")
     from eval.comparison import Compared, write
@@ -60,6 +66,8 @@ def check(options: dict[str, Any], shared: list[str]) -> None:
         if name not in wanted["drafters"]:
             raise UserError(f"compare.overrides names {name!r}, which is not among compare.drafters.")
     subruns.check_minutes(wanted["minutes"], "compare.minutes", shared)
+    if wanted["equal_to"] not in (None, *wanted["drafters"]):
+        raise UserError(f"compare.equal_to is {wanted['equal_to']!r}, which is not among compare.drafters.")
     for name in wanted["drafters"]:
         own = _own(wanted, name)
         if not isinstance(own, list) or not all(isinstance(o, str) for o in own):
@@ -69,9 +77,21 @@ def check(options: dict[str, Any], shared: list[str]) -> None:
             raise UserError(
                 f"compare.overrides.{name} has {', '.join(unfair)}, which must be the same for all: give it by itself."
             )
+        if wanted["equal_to"] not in (None, name) and any(o.startswith(_WIDTH) for o in own):
+            raise UserError(f"compare.overrides.{name} has {_WIDTH}…, which compare.equal_to is to find: drop one.")
     from train.settings import measured_settings
 
     measured_settings({**options, "decode": {**options["decode"], "tree": wanted["tree"]}}, 0.0)
+
+
+def _equal_sizes(options: dict[str, Any], settings: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Further settings of every drafter's run, by which all have as many parameters as that of `compare.equal_to`."""
+    from train.equal_size import equal_settings
+    from train.settings import instantiate
+
+    runs = {name: composed("train", [f"+drafter={name}", *own]) for name, own in settings.items()}
+    target = instantiate({**options["target"], "device": "cpu"})  # runs have the GPU for themselves
+    return equal_settings(runs, target, options["compare"]["equal_to"])
 
 
 def _own(wanted: dict[str, Any], name: str) -> Any:

@@ -29,6 +29,7 @@ class FeatureRegression(Regime):
     Row t of step s estimates f_{t+1+s}, from which the head makes the law of x_{t+2+s}: it is supervised where that
     token is one the target said. Steps after the first weigh `position_decay` times the one before. `noise` is the
     half width of the uniform feature noise, times 512 over a text's own length. `regression` is "mse" or "smooth_l1".
+    A drafter's `usage` of the supervised rows, where it tells any, is logged beside them.
     HASS (2408.15766) adds w_top_k · −Σ p log q over the target's `top_k` likeliest tokens.
     """
 
@@ -121,6 +122,9 @@ class FeatureRegression(Regime):
             total = total + self.position_decay**step * (self.w_reg * reg + loss / count)
             found = {"regression": reg.detach(), **{key: value / count for key, value in counted.items()}}
             parts |= {key if step == 0 else f"{key}_{step}": value for key, value in found.items()}
+            if step == 0 and hasattr(self.drafter, "usage"):
+                which = nn.functional.pad(supervised, (0, true.shape[1] - supervised.shape[1]))
+                parts |= {key: value / count for key, value in self.drafter.usage(noisy, which).items()}
         return {"loss": total, **parts}
 
     def _classification(self, rows: Tensor, wanted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -20,6 +20,7 @@ from models.errors import UserError
 from models.layers import RMSNorm, layer_config
 from models.light import LightDrafter, LightLayer, SparseMLP
 from models.target import Target
+from models.types import TargetFeatures
 from models.vocab import DraftVocab
 
 ROUTES = ("soft", "top1")
@@ -41,7 +42,7 @@ class ExpertsLayer(LightLayer):
         sums = self.sums(rows, state)
         gates = self.gates(sums)  # (B, S, X)
         if self.route == "top1":
-            gates = gates.masked_fill(gates < gates.amax(-1, keepdim=True), 0.0)
+            gates = gates * self.shares(gates)
         added = torch.zeros_like(x)
         for index, expert in enumerate(self.experts):
             if self.route == "soft":
@@ -55,6 +56,10 @@ class ExpertsLayer(LightLayer):
         """How much each expert counts (..., X), from both sums (..., D + 1)."""
         about: Tensor = self.gate(sums[..., :-1] / sums[..., -1:])
         return about.softmax(-1)
+
+    def shares(self, gates: Tensor) -> Tensor:
+        """What of each row every expert has (..., X): its gate, or with `route` top1 the whole row or nothing."""
+        return gates if self.route == "soft" else (gates == gates.amax(-1, keepdim=True)).to(gates.dtype)
 
     def sums(self, rows: Tensor, state: Tensor) -> Tensor:
         """Both sums (B, S, D + 1) behind each of the rows (B, S, D), from those before them (B, D + 1)."""
@@ -98,3 +103,21 @@ class ExpertsDrafter(LightDrafter):
             config.intermediate_size = max(1, config.intermediate_size // 4)
         layers = [ExpertsLayer(config, num_experts, memory, route, active) for _ in range(num_layers)]
         super().__init__(target, vocab, layers)
+
+    @torch.no_grad()
+    def usage(self, features: TargetFeatures, counted: Tensor) -> dict[str, Tensor]:
+        """How many of the `counted` rows (B, S) each expert has, as `share_of_expert_0`, ..
+
+        Those of layers behind the first are `share_of_expert_0_of_layer_1`, .., and so on.
+        """
+        assert features.hidden is not None
+        read, found = self.window(features.next_token_ids, features.hidden), {}
+        x = self.fc(read.to(self.fc.weight.dtype))
+        for number, (layer, state) in enumerate(zip(self._layers, self._nothing(len(x)), strict=True)):
+            gates = layer.gates(layer.sums(layer.norm(x), state))  # (B, S, X)
+            place = f"_of_layer_{number}" if number else ""
+            for index, taken in enumerate(layer.shares(gates)[counted].sum(0)):
+                found[f"share_of_expert_{index}{place}"] = taken
+            if number + 1 < len(self._layers):
+                x, _ = layer.scan(x, state, each=False)
+        return found

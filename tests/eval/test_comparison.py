@@ -16,8 +16,8 @@ from train.compare import check
 
 def result(temperature: float, tau: float, tree: bool = False, **changes: Any) -> dict[str, Any]:
     counts = {
-        "drafts": [[10, 10], [5, 5]], "rounds": [10, 5], "plain_s": [8.0, 4.0], "plain_tokens": [40, 20],
-        "draft_s": [0.4, 0.2],
+        "drafts": [[10, 10], [5, 5]], "drafted": [[10, 10], [5, 5]], "rounds": [10, 5], "plain_s": [8.0, 4.0],
+        "plain_tokens": [40, 20], "draft_s": [0.4, 0.2],
     }  # fmt: skip
     return {
         "temperature": temperature, "tree": {"depth": 4} if tree else None, "block_efficiency": tau,
@@ -65,6 +65,23 @@ def test_the_latency_margin_is_that_of_the_literature() -> None:
     assert latency_margin(nothing) is None
 
 
+def test_a_drafted_token_takes_what_drafting_took() -> None:
+    """0.6 s for 30 tokens of chains at the lowest temperature, whatever trees and warmer chains took."""
+    slow = result(1.0, 1.5), result(0.0, 2.5, True)
+    for other in slow:
+        other["counts"]["draft_s"] = [40.0, 20.0]
+    found = Compared("eagle", [*slow, result(0.0, 2.0)], EAGLE.about)
+    assert found.draft_ms_per_token == pytest.approx(20.0)
+    assert table_rows([found])[0]["ms per drafted token"] == "20.000"
+    branched = result(0.0, 2.0)
+    branched["counts"]["drafted"] = [[30, 30], [15, 15]]  # three tokens at each position
+    assert Compared("lookahead", [branched], EAGLE.about).draft_ms_per_token == pytest.approx(20 / 3)
+    nothing = result(0.0, 1.0)
+    nothing["counts"]["drafted"] = [[0, 0], [0, 0]]
+    assert Compared("lookup", [nothing], LOOKUP.about).draft_ms_per_token is None
+    assert table_rows([Compared("lookup", [nothing], LOOKUP.about)])[0]["ms per drafted token"] == "–"
+
+
 def test_a_target_of_its_own_is_told_of() -> None:
     """What is lossless for another target than the rest must not stand in one table without a word."""
     told = {
@@ -96,6 +113,15 @@ def test_markdown_and_picture(tmp_path: Path) -> None:
         (["compare.drafters=[eagle,eagle]"], "each once"),
         (["compare.drafters=[eegle]"], "there is no drafter 'eegle'"),
         (["compare.drafters=[eagle]", "+compare.overrides.suffix=[]"], "names 'suffix', which is not among"),
+        (["compare.drafters=[eagle]", "compare.equal_to=conv"], "equal_to is 'conv', which is not among"),
+        (
+            [
+                "compare.drafters=[eagle,conv]",
+                "compare.equal_to=eagle",
+                "+compare.overrides.conv=['drafter.model.intermediate_size=9']",
+            ],
+            "overrides.conv has drafter.model.intermediate_size=…, which compare.equal_to is to find",
+        ),
         (["compare.minutes=0"], "must be a number above 0"),
         (["compare.minutes=1", "fit.max_steps=5"], "two budgets"),
         (["+compare.overrides.eagle='drafter.training.lr=1'"], "give a list of settings"),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
 import torch
+from omegaconf import DictConfig
 from torch import Tensor
 
+from conf.compose import ROOT
 from engine.draft_length import Estimate
 from engine.loop import generate
 from engine.observer import Checked
@@ -17,13 +22,17 @@ from engine.settings import DecodeSettings
 from eval.confidence import (
     Estimated,
     calibrate,
+    calibration_errors,
     errors,
     expected_error,
     fit_temperatures,
+    job,
     log_estimates,
     replace_chances,
     report,
 )
+from models.checkpoint import native
+from models.errors import UserError
 from models.sampling import SamplingParams
 from models.target import Target
 from models.vocab import DraftVocab
@@ -121,6 +130,52 @@ def test_calibration_sets_the_heads_temperatures(target: Target, drafter: Any) -
     )
     assert found["error_after_per_temperature"][0] != found["error_after_per_temperature"][1]
     assert "at temperatures 0 1: before " in report(found)
+
+
+def test_an_exports_own_temperatures_are_measured_and_kept(target: Target, drafter: Any) -> None:
+    """On all contexts: nothing of them is taken to fit."""
+    own = [0.4, 1.0, 3.0]
+    drafter.confidence_head.temperatures.copy_(torch.tensor(own))
+    contexts, settings = prompts([4] * 20, 5), DecodeSettings(24, 3, stop_token_ids=frozenset())
+    found = calibration_errors(target, drafter, contexts, settings, [0.0, 1.0])
+    assert found["temperatures"] == drafter.confidence_head.temperatures.tolist() == pytest.approx(own)
+    for key, temperatures in (("error_after", own), ("error_before", [1.0] * 3)):
+        drafter.confidence_head.temperatures.copy_(torch.tensor(temperatures))
+        logged = log_estimates(target, drafter, contexts, settings, [0.0, 1.0])
+        assert found[key] == pytest.approx(
+            expected_error(logged.chances[logged.tested], logged.accepted[logged.tested])
+        )
+        assert found[f"{key}_per_position"] == pytest.approx(errors(logged))
+        assert found["tested"] == logged.tested.sum(0).tolist()
+    assert abs(found["error_after"] - found["error_before"]) > 0.01
+
+
+def exported(tiny: Target, model: dict[str, Any], folder: Path) -> DictConfig:
+    """An untrained export of a drafter for the bundled target, and what is asked of it."""
+    made = build_shaken(model, tiny, DraftVocab(tiny.vocab_size))
+    place = {"name": tiny.name, "fingerprint": tiny.fingerprint, "load": {"source": "tiny"}}
+    native.save(made, native.Export("some", model, place, 3, {}), made.vocab, folder / "export", "card")
+    asked = [f"export='{folder / 'export'}'", "num_prompts=2", "decode.max_new_tokens=8", "target.device=cpu"]
+    with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
+        return hydra.compose("confidence", overrides=asked)
+
+
+def test_one_command_prints_and_writes_an_exports_errors(
+    tiny: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job(exported(tiny, MODEL, tmp_path))
+    written = json.loads((tmp_path / "confidence.json").read_text())
+    assert written["temperatures"] == pytest.approx([0.7, 1.1, 1.5])  # those of `build_shaken`
+    assert sum(written["tested"]) > 20 and written["config"]["num_prompts"] == 2
+    before, after = (f"{written[f'error_{when}']:.3f} {when}" for when in ("before", "after"))
+    shown = capsys.readouterr().out
+    assert f"calibration error {before} the positions' temperatures, {after}, on {sum(written['tested'])}" in shown
+    assert "share of tokens there times |mean chance - share accepted|, summed" in shown
+
+
+def test_a_drafter_without_such_a_head_is_refused(tiny: Target, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no confidence head: train one with \\+drafter=dspark"):
+        job(exported(tiny, {**MODEL, "confidence": False}, tmp_path))
 
 
 def test_answers_too_short_to_draft_anything_calibrate_nothing(target: Target, drafter: Any) -> None:

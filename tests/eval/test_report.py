@@ -243,6 +243,7 @@ def test_a_comparison_is_read_with_its_runs(tmp_path: Path) -> None:
     write(tmp_path / "compare.json", {"drafters": drafters, "provenance": {"command": "python train/compare.py"}})
     page = report(tmp_path)
     assert row(page, "eagle", "1,234,567")[2:7] == ["–", "1,234", "500", "1.90 [1.71, 2.13]", "2.22 [1.71, 2.13]"]
+    assert row(page, "eagle", "1,234,567")[-2] == "2.000"  # 0.4 s for 200 drafted tokens
     assert "The run of gone is not in" in page and "a dynamic tree" in page and "top_k 3" in page
     assert row(page, "eagle", "0", "tree of 9", "2.22 [1.71, 2.13]")
     assert row(page, "code", "eagle", "0", "tree of 9")[4:] == ["1.90", "–", "0.562", "1"]  # by its counts

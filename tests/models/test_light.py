@@ -70,23 +70,60 @@ def test_started_from_a_linear_map_it_is_that_map(name: str, target: Target) -> 
         torch.testing.assert_close(found, drafter.window(ids, past) @ weight.t(), **EXACT)
 
 
+def kept_by_loop(mlp: Any, rows: Tensor, active: int) -> Tensor:
+    """What an MLP (..., D) → (..., D) gives of which each row keeps its `active` largest inner numbers."""
+    made = []
+    for row in rows.reshape(-1, rows.shape[-1]):
+        inner = torch.nn.functional.silu(mlp.gate_proj(row)) * mlp.up_proj(row)
+        kept = sorted(range(len(inner)), key=lambda i: -abs(inner[i].item()))[:active]
+        made.append(torch.stack([inner[i] * mlp.down_proj.weight[:, i] for i in kept]).sum(0))
+    return torch.stack(made).view_as(rows) if made else rows  # an expert that is never chosen
+
+
 def test_a_sparse_mlp_keeps_the_largest(target: Target) -> None:
     config = layer_config(target, 1)
     torch.manual_seed(0)
     sparse, dense = SparseMLP(config, 5).double(), SparseMLP(config).double()
     dense.load_state_dict(sparse.state_dict())
-    x = torch.randn(4, 16, dtype=torch.float64)
-
-    def by_loop(row: Tensor) -> Tensor:
-        inner = torch.nn.functional.silu(sparse.gate_proj(row)) * sparse.up_proj(row)
-        kept = sorted(range(24), key=lambda i: -abs(inner[i].item()))[:5]
-        return torch.stack([inner[i] * sparse.down_proj.weight[:, i] for i in kept]).sum(0)
-
-    torch.testing.assert_close(sparse(x), torch.stack([by_loop(row) for row in x]), **EXACT)
+    x = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
+    found, expected = sparse(x), kept_by_loop(sparse, x, 5)
+    torch.testing.assert_close(found, expected, **EXACT)
+    upstream, leaves = torch.randn(4, 16, dtype=torch.float64), [x, *sparse.parameters()]
+    ours, theirs = (torch.autograd.grad((made * upstream).sum(), leaves) for made in (found, expected))
+    for a, b in zip(ours, theirs, strict=True):
+        assert b.abs().max() > 1e-3
+        torch.testing.assert_close(a, b, **EXACT)
     assert (sparse(x) - dense(x)).abs().max() > 0.01
     for wrong in (-1, 25):
         with pytest.raises(UserError, match=f"active is {wrong}: it must be from 0"):
             SparseMLP(config, wrong)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_active_is_an_option_of_each(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All MLPs of all layers keep as many, and no more: values and gradients are those of loops."""
+    model = {**MODELS[name], "num_layers": 2, "active": 3}
+    drafter = build_shaken(model, target, DraftVocab(64))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(64, (2, 5), generator=generator)
+    past = torch.randn(2, 5, 16, generator=generator, dtype=torch.float64)
+    parameters = dict(drafter.named_parameters())
+
+    def told() -> tuple[Tensor, list[Tensor]]:
+        states = drafter.new_state(2, 10).layers
+        found, _ = drafter.scan(ids, past, states)
+        options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+        return found.detach(), list(torch.autograd.grad(found.square().sum(), list(parameters.values()), **options))
+
+    ours, gradients = told()
+    whole = build_shaken({**model, "active": 0}, target, DraftVocab(64))
+    assert (whole.scan(ids, past, drafter.new_state(2, 10).layers)[0] - ours).abs().max() > 1e-3
+    monkeypatch.setattr(SparseMLP, "forward", lambda mlp, rows: kept_by_loop(mlp, rows, 3))
+    theirs, expected = told()
+    torch.testing.assert_close(ours, theirs, **EXACT)
+    for key, a, b in zip(parameters, gradients, expected, strict=True):
+        torch.testing.assert_close(a, b, **EXACT, msg=key)
+    assert sum(b.abs().max() > 1e-6 for b in expected) > len(expected) / 2
 
 
 def test_what_is_remembered_does_not_grow(target: Target) -> None:

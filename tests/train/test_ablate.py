@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from conf.compose import choices, composed
 from models.errors import UserError
+from models.target import Target
 from tests.train.test_run import SMALL, finish, start
 from train import subruns
 from train.ablate import check, job, read
@@ -139,6 +140,43 @@ def test_every_arm_and_seed_is_a_run_of_its_own(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(subruns, "run", lambda *given: pytest.fail("one was run"))
     with pytest.raises(UserError, match="hard-7' was measured on other prompts or at other temperatures"):
         job(OmegaConf.create(options))
+
+
+@pytest.mark.parametrize("name", choices("ablation"))
+def test_every_ablation_runs_dry(name: str, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is built that its runs will build, and what they would find comes to a verdict; but nothing is trained."""
+    started: list[str] = []
+    given = [f"name={name}", "seeds=[0,3]", f"output_root={tmp_path}"]
+    options = composed("ablate", given)
+
+    def run(drafter: str, overrides: list[str], folder: Path, run_name: str, data: Path) -> None:
+        started.append(run_name)
+        write_result(folder / run_name, options["measure"], 20)
+
+    def measure(run: Path, asked: dict[str, Any], target: Target, prompts: list[Any], path: Path) -> None:
+        write_result(run, options["measure"], 30)
+        (run / "acceptance.json").rename(path)
+
+    monkeypatch.setattr(subruns, "run", run)
+    monkeypatch.setattr(subruns, "handed_on", lambda ours: [])
+    monkeypatch.setattr(subruns, "measured_prompts", lambda options, target: [])
+    monkeypatch.setattr("train.ablate._measure", measure)
+    monkeypatch.setattr("train.pipeline.open_target", lambda options: tiny)
+    job(OmegaConf.create(options))
+    ablation = read(name)
+    trained = [arm for arm in ablation.arms if ablation.run_of(arm) == arm]
+    assert started == [f"{arm}-{seed}" for seed in (0, 3) for arm in trained]
+    told = json.loads((tmp_path / f"ablate-{name}-tiny" / "ablation.json").read_text())
+    assert list(told["counts"]) == list(ablation.arms) and len(told["verdicts"]) == len(ablation.arms) - 1
+    assert all(f"T={ablation.claim['temperature']:g}" in verdict for verdict in told["verdicts"])
+
+
+def test_what_the_literature_says_has_its_ablations() -> None:
+    """Labels, own answers, training-time test, curriculum, projection, LK against KL where sampled, and trees."""
+    known = {"labels", "text", "training_time_test", "curriculum", "projection", "lk", "tree"}
+    assert known <= set(choices("ablation"))
+    assert read("training_time_test").claim["of"] == "later_acceptance"
+    assert read("lk").claim["temperature"] == 1.0
 
 
 @pytest.mark.slow

@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from conf.compose import composed
+from models.errors import UserError
 from tests.train.test_run import SMALL, finish, start
+from train import subruns
+from train.compare import job
 
 FEW = [o for o in SMALL if not o.startswith(("run_name=", "fit.max_steps=", "measure."))]
 
@@ -28,6 +33,30 @@ def test_what_would_make_the_comparison_another_one_is_refused(tmp_path: Path) -
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2 and output.count("error: ") == 1
     assert "prompt_lookup has decode.num_speculative_tokens=2, which must be the same for all" in output
+
+
+def test_drafters_of_one_size_are_trained_with_the_widths_that_make_them_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the drafter's own settings, which the width depends on; the one that all are to equal is as it was."""
+    started: dict[str, list[str]] = {}
+
+    def run(drafter: str, overrides: list[str], folder: Path, run_name: str, data: Path) -> None:
+        started[drafter] = overrides
+        if len(started) == 2:
+            raise UserError("that is enough")
+
+    monkeypatch.setattr(subruns, "run", run)
+    monkeypatch.setattr(subruns, "handed_on", lambda ours: ["fit.max_steps=6"])
+    own = "compare.overrides={conv:['drafter.model.num_layers=1']}"
+    given = ["compare.drafters=[conv,eagle]", "compare.equal_to=eagle", own, f"output_root={tmp_path}"]
+    with pytest.raises(UserError, match="that is enough"):
+        job(OmegaConf.create(composed("compare", given)))
+    width = round((421_056 - 2 * 192**2 - 192**2 - 6 * 192) / (3 * 192))  # without its kernel, matrices and norms
+    assert started == {
+        "conv": ["fit.max_steps=6", "drafter.model.num_layers=1", f"drafter.model.intermediate_size={width}"],
+        "eagle": ["fit.max_steps=6"],
+    }
 
 
 @pytest.mark.slow
