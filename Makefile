@@ -86,7 +86,8 @@ HOSTILE := export=$(CODE) stream=hostile adaptation.requests=80 decode.max_new_t
 adapt: install
 	$(BIN)/python train/run.py +drafter=eagle data=stdlib_code fit.max_steps=250 fit.batch_size=8 fit.evaluate_every=250 \
 		measure.num_prompts=8 measure.temperatures=[0] run_name=adapt/eagle-code
-	$(BIN)/python train/adapt.py export=$(CODE) stream=shift decode.max_new_tokens=32
+	$(BIN)/python train/adapt.py export=$(CODE) stream=shift decode.max_new_tokens=32 \
+		adaptation.optimizer.lr=1e-3 adaptation.updates.every=4
 	$(BIN)/python train/adapt.py $(HOSTILE) adaptation.guard.enabled=false output=$(ADAPT)/hostile-unguarded
 	$(BIN)/python train/adapt.py $(HOSTILE) output=$(ADAPT)/hostile-guarded
 
