@@ -4,6 +4,7 @@
 # make bench   time the engine on SmolLM2 beside transformers' generate, plain, with a draft model and with look-up
 # make bench-train   time the parts of training steps beside their matrix products alone
 # make vllm-env   vLLM for the CPU in an environment of its own, VLLM_VENV, for eval/parity.py engine=vllm (3.5 GB)
+# make peer-env   speculators in an environment of its own, PEER_VENV, for scripts/peer_bench.py
 # make parity     small drafters for the bundled target, in our engine and in vLLM and transformers: equal counts?
 # make adapt      an EAGLE drafter of code alone, whose traffic turns to prose; then hostile traffic, guard off and on
 # The tests use two processes of one thread: their matrices are small, and threads on busy cores stall each other.
@@ -15,8 +16,9 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
 VLLM_VENV ?= .venv-vllm
+PEER_VENV ?= .venv-peer
 
-.PHONY: demo test test-slow lint bench bench-train install vllm-env parity adapt
+.PHONY: demo test test-slow lint bench bench-train install vllm-env peer-env parity adapt
 
 install: $(VENV)/.installed
 
@@ -47,6 +49,17 @@ bench: install
 
 bench-train: install
 	$(BIN)/python train/bench.py
+
+# Without the torchvision and torchaudio that it asks for, which are of other builds of torch.
+peer-env: $(PEER_VENV)/.installed
+
+$(PEER_VENV)/.installed:
+	$(PYTHON) -m venv $(PEER_VENV)
+	sh scripts/install_torch.sh $(PEER_VENV)/bin $(TORCH)
+	$(PEER_VENV)/bin/pip install --quiet aiohttp 'datasets<=5.1' httpx loguru openai protobuf psutil \
+		pydantic-settings 'transformers<=5.19' typer
+	$(PEER_VENV)/bin/pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	touch $@
 
 # Its pins differ from ours, and torchvision fails to import beside this build of torch.
 vllm-env: $(VLLM_VENV)/.installed

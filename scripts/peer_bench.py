@@ -9,10 +9,10 @@ at a time make a block of optimizer steps on the same batches, in an order that 
 supervised tokens per second and ratios with bootstrap intervals over blocks, the parameters trained, and the losses: of
 `ours` and `peer` they agree step by step, since these compute the same.
 
-The peer's virtual environment needs torch, transformers, `speculators==0.9.0` and `hs-connectors==0.9.0`. Its command
-line stops where there is no accelerator: its `local_rank`, an index of one, is set to "cpu" here, and its step timer,
-which synchronizes one, is never on. Its attention is `sdpa` (flex_attention has no backward pass on the CPU), its loss
-the eager one (the fused one is Triton's). Its head is frozen as it ships, and trained in `peer`.
+The peer's virtual environment is that of `make peer-env`. Its command line stops where there is no accelerator: its
+`local_rank`, an index of one, is set to "cpu" here, and its step timer, which synchronizes one, is never on. Its
+attention is `sdpa` (flex_attention has no backward pass on the CPU), its loss the eager one (the fused one is
+Triton's). Its head is frozen as it ships, and trained in `peer`.
 """
 
 from __future__ import annotations
