@@ -35,7 +35,7 @@ test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" --durations=15
 
 test-slow: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --durations=5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations=5
 
 BENCH := outputs/bench
 bench: install
