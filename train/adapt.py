@@ -48,6 +48,8 @@ def _adapt(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     print(f"{len(opened.stream.requests)} requests of {options['stream']}, {len(session.rows)} of them served before")
     if opened.stream.left_out:
         print(f"{opened.stream.left_out} further requests of the file are left out: raise adaptation.requests for them")
+    if len(opened.stream.requests) < (wait := session.parts.updates.wait):
+        print(f"nothing is learnt before there are {wait} requests: serve more, or lower adaptation.updates.wait")
     logger = open_logger(options, folder)
     if hasattr(logger, "begin"):
         logger.begin(options)

@@ -35,10 +35,12 @@ def check_place(options: Options) -> None:
     strategy = strategy_of(options)
     if hasattr(strategy, "check"):
         strategy.check(trainer["accelerator"])
-    if shards_target(options) and options["fit"]["cache"]["budget_gb"] is not None:
+    fit = options["fit"]
+    if shards_target(options) and fit["hidden_states"] == "cached" and fit["cache"]["budget_gb"] is not None:
         raise UserError(
             "fit.cache.budget_gb lets a process compute hidden states again by itself, and a target that "
-            "trainer.strategy.shard_target divides runs in all processes at once: set one of them to null or false."
+            "trainer.strategy.shard_target divides runs in all processes at once: set one of them to null or false, or "
+            "fit.hidden_states=online."
         )
     asked = trainer["devices"]
     if isinstance(asked, int) and not isinstance(asked, bool) and asked > 0:

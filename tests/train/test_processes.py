@@ -108,6 +108,13 @@ def test_deepspeed_is_refused_without_its_package_or_cuda() -> None:
         check_place(options)
 
 
+def test_a_divided_target_has_no_budget_for_cached_states() -> None:
+    divided = [*CPU, "trainer=fsdp", "trainer.devices=2", "trainer.strategy.shard_target=true"]
+    with pytest.raises(UserError, match=r"fit\.cache\.budget_gb lets a process compute hidden states again by itself"):
+        check_place(composed("train", [*divided, "fit.cache.budget_gb=1"]))
+    check_place(composed("train", [*divided, "fit.cache.budget_gb=1", "fit.hidden_states=online"]))
+
+
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "last.ckpt"
     assert resume_point_of(folder, tmp_path / "best", None) == (None, 0)

@@ -16,6 +16,7 @@ from models.target import Target, load_target
 from models.vocab import DraftVocab
 from tests.helpers.adaptation import few_documents, tiny_export
 from train import meta, pipeline, run
+from train.adapt import adapt
 from train.adaptation.setup import open_session
 from train.run import adapted_options
 
@@ -128,6 +129,12 @@ def test_meta_learning_refuses_before_it_answers_requests(target, tmp_path: Path
     ):
         with pytest.raises(UserError, match=sentence):
             meta.pre_adapt_export(options("meta", f"export={tmp_path / 'export'}", override))
+
+
+def test_a_stream_too_short_to_learn_from_is_told(export: Path, tmp_path: Path, capsys) -> None:
+    found = adapt(options("adapt", f"export={export}", f"output={tmp_path / 'session'}", *SMALL))
+    assert "nothing is learnt before there are 24 requests: serve more, or lower" in capsys.readouterr().out
+    assert not any(entry["acceptance_rate"].difference for entry in found["compared"])
 
 
 def test_a_file_goes_on_with_more_of_its_requests(export: Path, tmp_path: Path, monkeypatch) -> None:
