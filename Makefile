@@ -32,10 +32,10 @@ demo: install
 	$(BIN)/python train/run.py +drafter=eagle
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --durations=15
 
 test-slow: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations=5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m slow --durations=5
 
 BENCH := outputs/bench
 bench: install

@@ -6,6 +6,14 @@ import torch
 from models.target import Target, load_target
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share what is costly to make go to one process: a drafter's in contract/, a file's elsewhere."""
+    for item in items:
+        drafter = getattr(item, "callspec", None) and item.callspec.params.get("options")
+        item.add_marker(pytest.mark.xdist_group(drafter or item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Target:
     """The bundled target."""
