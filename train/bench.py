@@ -71,6 +71,7 @@ def measure(options: dict[str, Any], name: str, source: str, states: str) -> dic
     """The timed parts of one drafter's step for one target, in seconds, and what they mean."""
     import torch
 
+    from models.allocator import keep_freed_memory
     from train import pipeline
 
     run = composed("train", [f"+drafter={name}", f"target={source}", f"seed={options['seed']}", *options["settings"]])
@@ -84,6 +85,7 @@ def measure(options: dict[str, Any], name: str, source: str, states: str) -> dic
     if hasattr(module, "learn"):
         raise UserError(f"drafters has {name!r}, which does not learn by steps.")
     module.to(target.device)
+    keep_freed_memory()
     if states == "cached":
         module.cache_states(batches, Path(options["output"]) / "features")
     step = Step(module, batches, run["trainer"])

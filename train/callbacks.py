@@ -23,6 +23,7 @@ from data.progress import Progress
 from engine.loop import generate
 from engine.settings import DecodeSettings
 from engine.stats import DecodingStats
+from models.allocator import give_back_freed_memory
 from models.errors import Terminated
 from models.files import write_json
 from models.target import Target
@@ -190,6 +191,7 @@ def _forget_peak_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     elif _LINUX.exists():
+        give_back_freed_memory()
         (_LINUX / "clear_refs").write_text("5")
 
 

@@ -25,6 +25,7 @@ from engine.loop import check_prompts, check_settings, generate
 from eval.acceptance import write_report
 from eval.adapted import report
 from eval.table import draw, print_tables
+from models.allocator import keep_freed_memory
 from models.checkpoint import detect, native
 from models.drafter import accelerate_drafter
 from models.errors import UserError
@@ -241,6 +242,7 @@ def fit(options: Options, target: Target, drafter: Any, data: Prepared, run: Pat
         compile_layers(drafter)
     part = (processes.rank(), processes.count())
     loader = step_loader(data.batches, per_step * done, per_step * settings["max_steps"], part)
+    keep_freed_memory()
     try:
         with explain_disk_errors(run):
             trainer.fit(module, loader, ckpt_path=None if resume is None else str(resume))

@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from models.allocator import keep_freed_memory
 from models.errors import UserError
 from models.target.target import ATTENTION, Target
 
@@ -54,7 +53,6 @@ def load_target(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     with _explained(f"use target.device={device}"):
         torch.empty(0, device=device)
-    keep_freed_memory()
     where = place_of(source, name_or_path)
     with _explained(f"load the target {name!r}"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
