@@ -48,8 +48,8 @@ class SweepServer(ThreadingHTTPServer):
         return {"viewer": viewer, "serverInfo": {"cliVersionInfo": {}, "latestLocalVersionInfo": None}}
 
     def commands(self, variables: dict[str, Any]) -> list[dict[str, Any]]:
-        """The next trial once the agent has nothing to do, and `exit` behind the last."""
-        if any(state == "running" for state in json.loads(variables.get("runState") or "{}").values()):
+        """The next trial once none of the agent's runs goes on, and `exit` behind the last."""
+        if json.loads(variables.get("runState") or "{}"):
             return []
         if not self.waiting:
             return [{"type": "exit"}]
