@@ -46,7 +46,7 @@ def main(config_name: str, job: Callable[[DictConfig], Any]) -> None:
         print(help_text(ROOT, config_name, document, given.overrides, added))
         return
     try:
-        if not given.multirun:  # there, a value may be a list of values to try
+        if not (given.multirun or given.shell_completion):  # a value may be a list of values to try, or no setting
             explain_overrides(config_name, given.overrides)
     except UserError as error:
         _fail(str(error), 2)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import yaml
 
-_END = """Every setting with its value, as a command would have it: the same command with --cfg job.
-Completion of names by the Tab key: eval "$(python {script} -sc install=bash)"
-"""
+_END = "Every setting with its value, as a command would have it: the same command with --cfg job.\n"
+_COMPLETION = 'Completion of names by the Tab key: eval "$(python {script} -sc install=bash)"\n'
 
 
 def text(root: Path, config_name: str, document: str, overrides: list[str], added: tuple[str, ...]) -> str:
@@ -35,8 +34,8 @@ def text(root: Path, config_name: str, document: str, overrides: list[str], adde
         if option.exists():
             within = "" if "@package _global_" in option.read_text() else f", each with {group.lstrip('+')}. in front"
             parts.append(f"Settings of {group}={option.stem}{within}:\n{_settings(option)}")
-    script = re.search(r"python (?:-m )?(\S+)", document)
-    return "\n\n".join([*parts, _END.format(script=script[1] if script else "SCRIPT")])
+    script = re.search(r"python (\S+\.py)", document)  # Hydra completes no `python -m engine`
+    return "\n\n".join([*parts, _END + (_COMPLETION.format(script=script[1]) if script else "")])
 
 
 def _files(root: Path, name: str) -> Iterator[Path]:

@@ -289,7 +289,7 @@ def open_logger(options: Options, run: Path) -> Any:
     try:
         return instantiate(options["logger"], save_dir=str(run))
     except ModuleNotFoundError as error:
-        raise UserError('logger=wandb needs a package: pip install "draftsmith[wandb]".') from error
+        raise UserError('logger=wandb needs a package: pip install -e ".[wandb]".') from error
 
 
 def _validate(

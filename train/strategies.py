@@ -202,7 +202,7 @@ class DeepSpeed(DeepSpeedStrategy):
                 timeout=PATIENCE,
             )
         except (ImportError, MisconfigurationException) as error:
-            raise UserError('trainer=deepspeed needs a package: pip install "draftsmith[deepspeed]".') from error
+            raise UserError('trainer=deepspeed needs a package: pip install -e ".[deepspeed]".') from error
         assert isinstance(self.config, dict)
         self.config["zero_force_ds_cpu_optimizer"] = False  # or it offloads optimizers of its own alone
 

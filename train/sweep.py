@@ -61,7 +61,7 @@ def job(config: DictConfig) -> None:
 def check(options: dict[str, Any], settings: list[str], space: Any) -> None:
     """Refuse what no trial could run with. Raises UserError naming the first mistake."""
     if any(not _installed(name) for name in _NEEDED):
-        raise UserError('train/sweep.py needs packages: pip install "draftsmith[sweep]".')
+        raise UserError('train/sweep.py needs packages: pip install -e ".[sweep]".')
     for key in ("trials", "jobs"):
         if not isinstance(options[key], int) or options[key] < 1:
             raise UserError(f"{key} is {options[key]!r}: it must be a whole number of at least 1.")

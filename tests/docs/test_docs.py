@@ -151,3 +151,14 @@ def test_settings_in_the_text_exist(page: Page) -> None:
 def test_lines_are_not_too_long(page: Page) -> None:
     """But for tables, which cannot be broken."""
     assert [line for line in page.text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+def test_extras_are_installed_from_the_checkout() -> None:
+    extras = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1].split("\n[")[0]
+    known = set(re.findall(r"^(\w+) = \[", extras, re.MULTILINE))
+    rooms = ("conf", "data", "docs", "engine", "eval", "models", "train")
+    paths = [path for room in rooms for kind in ("py", "yaml", "md") for path in (ROOT / room).rglob(f"*.{kind}")]
+    advice = [found for path in paths for found in re.findall(r'pip install [^\n`]*\[\w+\]"', path.read_text())]
+    named = [re.fullmatch(r'pip install -e "\.\[(\w+)\]"', found) for found in advice]
+    assert all(named), advice
+    assert {found[1] for found in named if found} == {"smollm2", "wandb", "deepspeed", "sweep"} <= known

@@ -94,6 +94,8 @@ def test_a_drafter_is_added_in_three_files(tree: Path) -> None:
     assert " failed" not in run(own, tree, "-p", "no:cacheprovider")
     output = run(contracts, tree, "-p", "no:cacheprovider", "-v")
     assert re.search(r"\b[3-9]\d passed", output), output[-2000:]
+    others = ["tests/conf/test_sweep.py", "tests/conf/test_compose.py"]
+    assert " failed" not in run(["python", "-m", "pytest", *others], tree, "-p", "no:cacheprovider", "-q")
     output = run(train, tree, "run_name=bigram", *SMALL["train/run.py"])
     assert re.search(r"greedy output identical to plain decoding on \d of 2 prompts", output)
     results = json.loads((tree / "outputs" / "bigram" / "acceptance.json").read_text())["results"]

@@ -64,3 +64,11 @@ class Page:
 def pages(root: Path) -> list[Page]:
     """README and all of docs, but for the log."""
     return [Page(root / "README.md"), *(Page(p) for p in sorted((root / "docs").rglob("*.md")) if p.name != "log.md")]
+
+
+def shipped_drafters(root: Path) -> list[str]:
+    """The drafters that come with the project, which are those in the index of their pages: none of a user's own."""
+    rows = re.findall(
+        r"^\| \[[^\]]*\]\(\w+\.md\) \|([^|]*)\|", (root / "docs/drafters/README.md").read_text(), re.MULTILINE
+    )
+    return sorted(name for cell in rows for name in re.findall(r"`(\w+)`", cell))

