@@ -19,7 +19,7 @@ from eval.charts import Series, line_chart, number, thinned, ticks, tree_chart
 from eval.measured_drafts import predicted_efficiency, predicted_speedup
 from eval.report import html, job, with_folders
 from eval.report_results import decoding_speedup, shown_results
-from eval.run_folder import Found, read_folders, read_metrics
+from eval.run_folder import Found, endings, read_folders, read_metrics
 from eval.sample import Piece, Sample, coloured, pieces_of, samples
 from models.checkpoint import native
 from models.errors import UserError
@@ -178,7 +178,9 @@ def test_lengths_of_one_export_share_a_prediction(tmp_path: Path) -> None:
 def test_the_page_is_whole_escaped_and_needs_nothing(tmp_path: Path) -> None:
     whole_run(tmp_path / "run", result(HOSTILE))
     piece = Piece(f"<b>{HOSTILE}", 1, True)
-    page = report(tmp_path / "run", samples=[Sample(HOSTILE, f"<i>{HOSTILE}", [piece], "1 token")], asked=True)
+    page = report(
+        tmp_path / "run", samples=[Sample(HOSTILE, "run/export", f"<i>{HOSTILE}", [piece], "1 token")], asked=True
+    )
     read = Reader(page)
     tags = [tag for tag, _ in read.tags]
     assert not {"script", "b", "i", "img", "iframe"} & set(tags)
@@ -262,6 +264,73 @@ def test_runs_are_told_apart(tmp_path: Path) -> None:
     assert row(html("x", found), "fit.batch_size") == ["fit.batch_size", "8", "16"]
 
 
+def test_measurements_of_equal_names_are_told_apart(tmp_path: Path) -> None:
+    """Two runs' measurements on the built-in prompts: folders of one name, drafters of one name, their own numbers."""
+    for run, rates, tau in (("A", [0.6, 0.5], 1.9), ("B", [0.2, 0.1], 1.22)):
+        told = result(conditional_acceptance=rates, block_efficiency=tau, counts={})
+        config = {"export": str(tmp_path / run / "export"), "prompts": "builtin"}
+        origin = {"command": f"python eval/acceptance.py export={run}/export"}
+        report_of = {"config": config, "results": [told], "provenance": origin}
+        write(tmp_path / run / "acceptance-builtin/acceptance.json", report_of)
+    folders = [tmp_path / run / "acceptance-builtin" for run in "AB"]
+    page = report(*folders)
+    beside = page.partition("Prediction beside measurement")[2].partition("</table>")[0]
+    assert row(beside, "eagle (A/acceptance-builtin)", "0", "2")[3:5] == ["1.900", "1.900"]
+    assert row(beside, "eagle (B/acceptance-builtin)", "0", "2")[3:5] == ["1.220", "1.220"]  # 1 + 0.2 + 0.2 · 0.1
+    assert row(page, "eagle (B/acceptance-builtin)", "0", "chain of 2", "1.22 [1.71, 2.13]")
+    for run in "AB":
+        assert f"<h3>{run}/acceptance-builtin</h3><p><code>python eval/acceptance.py export={run}/export</code>" in page
+
+
+def test_measurements_of_one_export_are_told_apart(tmp_path: Path) -> None:
+    """A run and what its export did on other prompts; then the same prompts once more."""
+    whole_run(tmp_path / "A", result())
+    config = {"export": str(tmp_path / "A" / "export"), "prompts": "builtin"}
+    for name, tau in (("acceptance-builtin", 1.5), ("again", 1.6)):
+        told = result(block_efficiency=tau, conditional_acceptance=[0.4, 0.25])
+        write(tmp_path / "A" / name / "acceptance.json", {"config": config, "results": [told]})
+    page = report(tmp_path / "A", tmp_path / "A" / "acceptance-builtin")
+    assert row(page, "eagle (A)", "0", "chain of 2", "1.90 [1.71, 2.13]")
+    assert row(page, "eagle (acceptance-builtin)", "0", "chain of 2", "1.50 [1.71, 2.13]")
+    assert row(page, "eagle (A)", "0", "2")[3:5] == ["1.900", "1.900"]
+    assert row(page, "eagle (acceptance-builtin)", "0", "2")[3:5] == ["1.500", "1.500"]
+    names = [
+        s.drafter for s in shown_results(read_folders([tmp_path / "A" / n for n in ("acceptance-builtin", "again")]))
+    ]
+    assert names == ["eagle (acceptance-builtin)", "eagle (again)"]
+
+
+def test_comparisons_are_told_apart(tmp_path: Path) -> None:
+    about = {"parameters": 10, "memory_share": 0.5, "readiness": None, "training": None}
+    for name, tau in (("one", 1.5), ("two", 1.6)):
+        whole_run(tmp_path / name / "eagle", result(block_efficiency=tau))
+        drafters = [{"name": "eagle", "results": [result(block_efficiency=tau), result(tree={"depth": 2}, num_nodes=3)],
+                     "about": about}]  # fmt: skip
+        origin = {"command": f"python train/compare.py run_name={name}"}
+        write(tmp_path / name / "compare.json", {"drafters": drafters, "provenance": origin})
+    page = report(tmp_path / "one", tmp_path / "two", tmp_path / "two" / "eagle")
+    assert row(page, "eagle (one/eagle)", "0", "chain of 2", "1.50 [1.71, 2.13]")
+    assert row(page, "eagle (two/eagle)", "0", "chain of 2", "1.60 [1.71, 2.13]")
+    for name, tau in (("one", "1.50"), ("two", "1.60")):
+        budget = page.partition(f"<caption>{name}: Drafters under one budget")[2].partition("</table>")[0]
+        assert row(budget, "eagle", "10")[5] == f"{tau} [1.71, 2.13]"
+        assert f"<h3>train/compare.py, {name}</h3><p><code>python train/compare.py run_name={name}</code>" in page
+    (run,) = read_folders([tmp_path / "two" / "eagle", tmp_path / "two"]).runs
+    assert [r["tree"] for r in run.results] == [None, {"depth": 2}]  # what the comparison measured stays
+
+
+def test_folders_have_the_shortest_names_that_differ() -> None:
+    folders = [Path(path) for path in ("/x/a/run", "/y/a/run", "/y/b/run", "/y/c", "/y/c")]
+    assert endings(folders) == ["x/a/run", "y/a/run", "b/run", "c", "c"]
+    assert endings(folders[2:], least=2) == ["b/run", "y/c", "y/c"]
+
+
+def test_samples_are_told_apart() -> None:
+    made = [Sample("eagle", f"{run}/export", "p>", [Piece("x", 0, False)], "") for run in "AB"]
+    page = html("here", Found([]), made, asked=True)
+    assert "<h3>eagle (A/export)</h3>" in page and "<h3>eagle (B/export)</h3>" in page
+
+
 def test_a_resumed_run_has_one_curve(tmp_path: Path) -> None:
     write(tmp_path / "metrics/version_2/metrics.csv", "step,a\n20,3\n10,2.5\n")
     write(tmp_path / "metrics/version_10/metrics.csv", "step,a,b\n20,4,\n30,5,nan\n")
@@ -290,7 +359,7 @@ def test_accepted_tokens_are_marked_with_their_drafter() -> None:
     pieces = pieces_of([([1], 0), ([2, 3, 4], 2), ([5], 1)], decode)
     assert pieces == [Piece("<a", 0, False), Piece("", 1, True), Piece("é", 1, True), Piece(" b", 1, False),
                       Piece("!", 2, True)]  # fmt: skip
-    assert coloured(Sample("eagle", "p>", pieces, "")) == (
+    assert coloured(Sample("eagle", "run/export", "p>", pieces, "")) == (
         '<div class="sample" lang="und">p&gt;&lt;a<mark class="odd" title="round 1: eagle">é</mark> b'
         '<mark title="round 2: eagle">!</mark></div>'
     )
@@ -311,7 +380,7 @@ def test_the_job_writes_the_page_and_tells_of_exports_that_cannot_answer(tmp_pat
     with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
         job(hydra.compose("report", overrides=[f"runs='{tmp_path / 'run'}'", "sample=true"]))
     text = Reader((tmp_path / "run" / "report.html").read_text()).text
-    assert "run: " in text and "export" in text.partition("Text sample")[2]
+    assert "run/export: " in text.partition("Text sample")[2]
     assert "Left out: sample=true" not in text
 
 
@@ -326,7 +395,7 @@ def test_a_real_export_answers(tiny: Target, tmp_path: Path) -> None:
         asked = ["runs=x", "prompt='a, b, a, b, a, b,'", "decode.max_new_tokens=24", "target.device=cpu"]
         options = plain(hydra.compose("report", overrides=asked))
     (made,), lacking = samples([folder, folder, tmp_path / "none" / "export"], options)
-    assert lacking == ["none has no export (yet): nothing can answer for it."]
+    assert lacking == ["There is no none/export (yet): nothing can answer for it."]
     context = encode(tiny, "a, b, a, b, a, b,", "auto")
     plainly = generate(tiny, [context], DecodeSettings(24)).token_ids[0]
     assert "".join(piece.text for piece in made.pieces) == tiny.decode(plainly)
@@ -342,7 +411,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
     whole_run(tmp_path / "a")
     whole_run(tmp_path / "b", result(long_name), result(long_name, 1.0))
     pieces = [Piece("x" * 300, 0, False), Piece(" accepted", 1, True)]
-    sample = Sample("eagle", "def f():\n", pieces, "2 tokens")
+    sample = Sample("eagle", "a/export", "def f():\n", pieces, "2 tokens")
     path = tmp_path / "report.html"
     path.write_text(report(tmp_path / "a", tmp_path / "b", samples=[sample], asked=True), encoding="utf-8")
     looks = {}
