@@ -10,10 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
+from unicodedata import east_asian_width
 
 COLOURS = 8  # the style's classes k0 … k7
 _WIDTH, _HEIGHT = 360, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 10, 12, 38
+_LABEL = 12  # the size of a label's letters, as in the page's style
+_SHARES = ((" !'(),-./:;IJ[\\]fijlrt|", 0.42), ("#&+<=>^w~", 0.85), ("%@MWm…", 1.0))
 _DASHES = ("", "6 3", "2 3")  # where colours come round again
 
 
@@ -111,8 +114,7 @@ def interval_chart(title: str, bars: Sequence[Bar], *, x: str, reference: float 
         parts.append(_path([(across(reference), 4), (across(reference), height - 34)], "reference"))
     for row, b in enumerate(bars):
         y, value = 30 * row + 26, across(b.parts[0])
-        parts.append(_text(10, 30 * row + 15, b.label, "start", "label"))
-        parts.append(_text(_WIDTH - 8, 30 * row + 15, f"{b.parts[0]:.2f}", "end", "label"))
+        parts.append(_labelled(30 * row + 15, b.label, f"{b.parts[0]:.2f}"))
         if b.interval is not None:
             low_end, high_end = (across(end) for end in b.interval)
             parts.append(_path([(low_end, y), (high_end, y)], f"line k{b.colour % COLOURS}"))
@@ -132,8 +134,7 @@ def stacked_chart(title: str, names: Sequence[str], bars: Sequence[Bar], *, x: s
         pieces.append(_path([(across(tick), 4), (across(tick), height - 34)], "grid"))
         pieces.append(_text(across(tick), height - 22, number(tick), "middle"))
     for row, b in enumerate(bars):
-        pieces.append(_text(10, 36 * row + 14, b.label, "start", "label"))
-        pieces.append(_text(_WIDTH - 8, 36 * row + 14, f"{sum(b.parts):.2f}", "end", "label"))
+        pieces.append(_labelled(36 * row + 14, b.label, f"{sum(b.parts):.2f}"))
         start = 0.0
         for index, (name, part) in enumerate(zip(names, b.parts, strict=True)):
             if part > 0:
@@ -267,8 +268,33 @@ def _path(points: Sequence[tuple[float, float]], kind: str, dash: str = "") -> s
     return f'<polyline class="{kind}" points="{places}"{dashed}/>'
 
 
-def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick", extra: str = "") -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {extra}>{escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick", extra: str = "", whole: str = "") -> str:
+    title = f"<title>{escape(whole)}</title>" if whole else ""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {extra}>{title}{escape(text)}</text>'
+
+
+def _labelled(y: float, label: str, value: str) -> str:
+    """A row's label and its value. One longer than its room loses its middle, and is told whole on pointing there."""
+    room = _WIDTH - 8 - _width(value) - 12 - 10
+    short = label
+    for kept in range(len(label) - 1, 0, -1):
+        if _width(short) <= room:
+            break
+        short = f"{label[: kept - kept // 2]}…{label[len(label) - kept // 2 :]}"
+    written = _text(10, y, short, "start", "label", whole=label if short != label else "")
+    return written + _text(_WIDTH - 8, y, value, "end", "label")
+
+
+def _width(text: str) -> float:
+    """The most that a label takes in the wider of the page's fonts, DejaVu Sans, in the figure's units."""
+    return _LABEL * sum(next((share for among, share in _SHARES if c in among), _share(c)) for c in text)
+
+
+def _share(character: str) -> float:
+    """Of the letters' size, by what kind of character it is."""
+    if character.isascii():
+        return 0.8 if character.isupper() else 0.65
+    return 1.2 if east_asian_width(character) in "FW" else 0.9
 
 
 def _node(x: float, y: float, text: str, kind: str, said: str) -> str:

@@ -48,7 +48,7 @@ th:first-child,td:first-child{text-align:left}thead th{color:var(--soft);font-we
 td.text,th.text{text-align:left}tbody th{font-weight:600}
 th:first-child{position:sticky;left:0;background:var(--page);white-space:normal;overflow-wrap:anywhere;max-width:11rem}
 .named th:first-child{min-width:8.5rem}
-details{margin:8px 0}summary{cursor:pointer;padding:4px 0}
+details{margin:8px 0}summary{cursor:pointer;padding:4px 0;overflow-wrap:anywhere}
 pre{background:var(--card);border-radius:8px;padding:10px;overflow-x:auto;font-size:.82rem;max-height:30rem}
 code,.sample{font-family:ui-monospace,"DejaVu Sans Mono",monospace;font-size:.86rem}
 code{overflow-wrap:anywhere}

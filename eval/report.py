@@ -35,7 +35,7 @@ def job(config: DictConfig) -> None:
     folders = options["runs"] if isinstance(options["runs"], list) else [options["runs"]]
     if not folders:
         raise UserError("runs is empty: name a folder, as python eval/report.py outputs/RUN")
-    from eval.run_folder import read_folders
+    from eval.run_folder import endings, read_folders
 
     found = read_folders([Path(str(folder)) for folder in folders])
     from eval.sample import samples
@@ -45,7 +45,7 @@ def job(config: DictConfig) -> None:
     output = Path(options["output"] or (first if first.is_dir() else first.parent) / "report.html")
     exports = [export for run in found.runs for export in run.exports or [run.folder / "export"]]
     written = samples(exports, options) if options["sample"] else ([], [])
-    names = ", ".join(Path(str(folder)).resolve().name for folder in folders)
+    names = ", ".join(dict.fromkeys(endings([Path(str(folder)) for folder in folders])))
     write_text(output, html(names, found, *written, asked=options["sample"]))
     print(f"wrote {output}")
 

@@ -92,9 +92,8 @@ def draft_lengths(shown: Sequence[Shown]) -> str:
         expected: list[Series] = []
         speeds: list[Series] = []
         for own in dict.fromkeys(_drafting(s) for s in chains if s.temperature == temperature):
-            tau, speed, lines = _by_length(
-                own, [s for s in chains if (_drafting(s), s.temperature) == (own, temperature)]
-            )
+            of_it = [s for s in chains if (_drafting(s), s.temperature) == (own, temperature)]
+            tau, speed, lines = _by_length(own[0], of_it)
             expected, speeds, rows = expected + tau, speeds + speed, rows + lines
         at, x = f"at T = {temperature:g}", "draft length, tokens"
         drawn.append(line_chart(f"τ by draft length {at}", expected, x=x, y="τ", from_zero=False))
@@ -109,10 +108,12 @@ def draft_lengths(shown: Sequence[Shown]) -> str:
     return said(how, "soft") + charts(*drawn) + table("Prediction beside measurement", columns, rows)
 
 
-def _drafting(shown: Shown) -> str:
-    """The drafter's name, and that of its draft lengths' policy: one policy's rates say nothing of another's."""
+def _drafting(shown: Shown) -> tuple[str, int]:
+    """The drafter's name with that of its draft lengths' policy, for one policy's rates say nothing of another's, and
+    its colour.
+    """
     policy = policy_of(shown.numbers)
-    return shown.drafter if policy == "fixed" else f"{shown.drafter}, {policy}"
+    return shown.drafter if policy == "fixed" else f"{shown.drafter}, {policy}", shown.colour
 
 
 def _by_length(name: str, own: Sequence[Shown]) -> tuple[list[Series], list[Series], list[list[str]]]:

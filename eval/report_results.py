@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,8 @@ _TIMES = ("plain_s", "plain_prefill_s", "plain_tokens", "speculative_s", "specul
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A result, and what it is called here: `drafter` is one name for all results of one export, and `label` tells the
-    draft too, where not all results are of the same.
+    """A result, and what it is called here: `drafter` is one name for all results of one export on the same prompts,
+    which `colour` belongs to alone, and `label` tells the draft too, where not all results are of the same.
     """
 
     drafter: str
@@ -54,21 +56,57 @@ def draft_of(numbers: dict[str, Any]) -> str:
 
 
 def shown_results(found: Found) -> list[Shown]:
-    """Every result with its name: the drafter's, with the run's where two exports have drafters of one name."""
+    """Every result with its name: the drafter's, with the run's where the drafter has several.
+
+    Runs are one where they measured one export on the same prompts with different drafts.
+    """
     pairs = [(run, export, r) for run in found.runs for r, export in zip(run.results, run.exports, strict=True)]
-    exports: dict[str, set[Path]] = {}
-    for _, export, result in pairs:
-        exports.setdefault(result["drafter"], set()).add(export.resolve())
-    names = [
-        result["drafter"] if len(exports[result["drafter"]]) == 1 else f"{result['drafter']} ({run.name})"
-        for run, _, result in pairs
-    ]
-    colours = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    same = [(r["drafter"], export.resolve(), _measured_on(run)) for run, export, r in pairs]
+    twice = _measured_twice(pairs, same)
+    keys = [(*key, run.name if key in twice else None) for key, (run, _, _) in zip(same, pairs, strict=True)]
+    runs: dict[Hashable, dict[str, None]] = {}
+    for key, (run, _, _) in zip(keys, pairs, strict=True):
+        runs.setdefault(key, {})[run.name] = None
+    names = _unlike({key: (key[0], f"{key[0]} ({', '.join(runs[key])})") for key in dict.fromkeys(keys)})
+    colours = {key: index for index, key in enumerate(names)}
     alike = len({draft_of(result) for _, _, result in pairs}) == 1
     return [
-        Shown(name, name if alike else f"{name}, {draft_of(result)}", colours[name], run, export, result)
-        for name, (run, export, result) in zip(names, pairs, strict=True)
+        Shown(
+            names[key],
+            names[key] if alike else f"{names[key]}, {draft_of(result)}",
+            colours[key],
+            run,
+            export,
+            result,
+        )
+        for key, (run, export, result) in zip(keys, pairs, strict=True)
     ]
+
+
+def _measured_on(run: Run) -> str:
+    """What tells a run's prompts from those of others: eval/acceptance.py's settings, or the run itself."""
+    config = run.config or {}
+    if not isinstance(config.get("export"), str | list):
+        return run.name
+    return json.dumps([config.get(key) for key in ("prompts", "num_prompts", "seed")])
+
+
+def _measured_twice(pairs: Sequence[tuple[Run, Path, dict[str, Any]]], keys: Sequence[Hashable]) -> set[Hashable]:
+    """The keys under which two runs have a result of the same draft at the same temperature."""
+    seen: dict[tuple[Hashable, float, str], str] = {}
+    found = set()
+    for key, (run, _, result) in zip(keys, pairs, strict=True):
+        if seen.setdefault((key, result["temperature"], draft_of(result)), run.name) != run.name:
+            found.add(key)
+    return found
+
+
+def _unlike(names: dict[Hashable, tuple[str, str]]) -> dict[Hashable, str]:
+    """The short one of each key's two names, or the long one where another key has the same short one."""
+    count = Counter(short for short, _ in names.values())
+    chosen = {key: short if count[short] == 1 else long for key, (short, long) in names.items()}
+    again = Counter(chosen.values())
+    return {key: name if again[name] == 1 else names[key][1] for key, name in chosen.items()}
 
 
 def temperatures(shown: Sequence[Shown]) -> list[float]:

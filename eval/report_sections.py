@@ -10,7 +10,7 @@ from typing import Any
 from eval.charts import Bar, Series, interval_chart, line_chart, thinned
 from eval.page import charts, folded, said, source, table
 from eval.report_results import Shown, interval, number, temperatures, with_interval
-from eval.run_folder import Found, unlike
+from eval.run_folder import Comparison, Found, unlike
 from eval.sample import Sample, coloured
 
 _FIRST = ("val/block_efficiency", "val/acceptance_rate", "train/loss")  # the curves that are not folded
@@ -55,11 +55,13 @@ def overview(shown: Sequence[Shown], found: Found) -> str:
         if (s.numbers.get("ceiling") or 1) < 1
     ]
     parts += [said(line) for line in dict.fromkeys(ceilings)]
-    adapted = [told for run in found.runs for told in run.adapted]
+    adapted = [(run, told) for run in found.runs for told in run.adapted]
     if adapted:
         from eval.adapted import report
 
-        parts += [said(f"{told.get('drafter', '')}: {report({'adapted': told})}") for told in adapted]
+        for run, told in adapted:
+            where = f" ({run.name})" if len(found.runs) > 1 else ""
+            parts.append(said(f"{told.get('drafter', '')}{where}: {report({'adapted': told})}"))
     return "".join(parts)
 
 
@@ -79,17 +81,8 @@ def comparison(shown: Sequence[Shown], found: Found) -> str:
             bars.sort(key=lambda b: -b.parts[0])
             drawn.append(interval_chart(f"{what} at T = {temperature:g}", bars, x=what, reference=level))
     parts = [charts(*drawn)]
-    if found.compared and all(c["results"] for c in found.compared):
-        from eval.comparison import Compared, notes, readiness_rows, table_rows
-
-        compared = [Compared(c["name"], c["results"], c["about"]) for c in found.compared]
-        for title, rows in (
-            ("Drafters under one budget (train/compare.py)", table_rows(compared)),
-            ("Readiness, at temperature 1 on the target's own answers", readiness_rows(compared)),
-        ):
-            columns = list(dict.fromkeys(column for row in rows for column in row))
-            parts.append(table(title, columns, [[row.get(c, "–") for c in columns] for row in rows]))
-        parts += [said(note) for note in notes(compared)]
+    if tables := [_compared(c, len(found.comparisons) > 1) for c in found.comparisons]:
+        parts += tables
     elif len(drafters) > 1:
         parts.append(said("No compare.json is among these folders: sizes and readiness are not told.", "lacking"))
     differing = unlike(found.runs)
@@ -100,6 +93,24 @@ def comparison(shown: Sequence[Shown], found: Found) -> str:
     elif differing:
         parts.append(said(f"The runs differ in {len(differing)} settings: see their configurations below.", "soft"))
     return "".join(parts)
+
+
+def _compared(comparison: Comparison, several: bool) -> str:
+    """The tables of train/compare.py; nothing where not all of its drafters are measured."""
+    from eval.comparison import Compared, notes, readiness_rows, table_rows
+
+    if not all(c["results"] for c in comparison.drafters):
+        return ""
+    compared = [Compared(c["name"], c["results"], c["about"]) for c in comparison.drafters]
+    where = f"{comparison.name}: " if several else ""
+    parts = []
+    for title, rows in (
+        ("Drafters under one budget (train/compare.py)", table_rows(compared)),
+        ("Readiness, at temperature 1 on the target's own answers", readiness_rows(compared)),
+    ):
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        parts.append(table(where + title, columns, [[row.get(c, "–") for c in columns] for row in rows]))
+    return "".join([*parts, *(said(where + note) for note in notes(compared))])
 
 
 def training_curves(found: Found, shown: Sequence[Shown]) -> str:
@@ -160,15 +171,18 @@ def text_samples(samples: Sequence[Sample], lacking: Sequence[str], asked: bool)
     for sample in samples:
         drafted = sum(piece.drafted for piece in sample.pieces)
         count = f"{drafted} of {len(sample.pieces)} tokens proposed by {sample.proposer}"
-        parts.append(f"<h3>{escape(sample.proposer)}</h3>{coloured(sample)}{said(f'{count} · {sample.summary}')}")
+        heading = f"{sample.proposer} ({sample.export})"
+        parts.append(f"<h3>{escape(heading)}</h3>{coloured(sample)}{said(f'{count} · {sample.summary}')}")
     return "".join(parts)
 
 
 def provenance(found: Found) -> str:
     """How to make the same again: commands, versions, machine, data, and the whole configuration."""
     origins: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {}
-    if found.compared and found.provenance:
-        origins["train/compare.py"] = (found.provenance, None)
+    for c in found.comparisons:
+        if c.provenance:
+            name = "train/compare.py" if len(found.comparisons) == 1 else f"train/compare.py, {c.name}"
+            origins[name] = (c.provenance, None)
     origins |= {run.name: (run.provenance, run.data) for run in found.runs}
     told = {name: _flat_provenance(*both) for name, both in origins.items() if both[0] or both[1]}
     parts = [

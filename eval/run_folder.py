@@ -8,6 +8,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A folder of one run, or of measurements of several exports."""
+    """A folder of one run, or of measurements of several exports; `read_folders` gives each a name of its own."""
 
     name: str
     folder: Path
@@ -47,28 +49,57 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Comparison:
+    """A compare.json: its drafters as train/compare.py wrote them, and its provenance."""
+
+    name: str
+    folder: Path
+    drafters: list[dict[str, Any]]
+    provenance: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
-    """Everything that the folders hold: runs, what train/compare.py wrote, and sentences about what is not there."""
+    """Everything that the folders hold: runs, comparisons, and sentences about what is not there."""
 
     runs: list[Run]
-    compared: list[dict[str, Any]] = field(default_factory=list)
-    provenance: dict[str, Any] | None = None
+    comparisons: list[Comparison] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def read_folders(folders: list[Path]) -> Found:
-    """What all of the folders hold. Raises UserError, naming the folder, where there is nothing to report."""
+    """What all of the folders hold, each run and comparison once.
+
+    Raises UserError, naming the folder, where there is nothing to report.
+    """
     found = [read_folder(folder) for folder in folders]
     runs: dict[Path, Run] = {}
     for run in (run for f in found for run in f.runs):
-        runs.setdefault(run.folder.resolve(), run)
-    comparisons = [f for f in found if f.compared]
+        place = run.folder.resolve()
+        if place not in runs or len(runs[place].results) < len(run.results):  # a comparison tells of trees as well
+            runs[place] = run
+    comparisons = {c.folder.resolve(): c for f in found for c in f.comparisons}
     return Found(
-        list(runs.values()),
-        [c for f in comparisons for c in f.compared],
-        comparisons[0].provenance if comparisons else None,
-        [note for f in found for note in f.notes],
+        [replace(run, name=name) for run, name in zip(runs.values(), endings(list(runs)), strict=True)],
+        [replace(c, name=name) for c, name in zip(comparisons.values(), endings(list(comparisons)), strict=True)],
+        list(dict.fromkeys(note for f in found for note in f.notes)),
     )
+
+
+def endings(folders: Sequence[Path], least: int = 1) -> list[str]:
+    """Each folder's name, with as many of the folders above it as tell it from the others, and `least` parts at least.
+
+    A folder that comes twice has one name both times.
+    """
+    whole = [folder.resolve().parts[1:] for folder in folders]
+    sizes = [least] * len(whole)
+    while True:
+        ends = [parts[-size:] for parts, size in zip(whole, sizes, strict=True)]
+        known = Counter(end for _, end in set(zip(whole, ends, strict=True)))
+        longer = [known[end] > 1 and size < len(parts) for parts, end, size in zip(whole, ends, sizes, strict=True)]
+        if not any(longer):
+            return ["/".join(end) for end in ends]
+        sizes = [size + more for size, more in zip(sizes, longer, strict=True)]
 
 
 def read_folder(folder: Path) -> Found:
@@ -166,7 +197,7 @@ def _comparison(folder: Path) -> Found:
             notes.append(f"The run of {drafter['name']} is not in {folder.name}: of it, compare.json alone is shown.")
         results = [{**_by_category_of(run, r), **r} for r in drafter["results"]]
         runs.append(replace(run, results=results, exports=[place / "export"] * len(results)))
-    return Found(runs, drafters, written.get("provenance"), notes)
+    return Found(runs, [Comparison(folder.resolve().name, folder, drafters, written.get("provenance"))], notes)
 
 
 def _by_category_of(run: Run, result: dict[str, Any]) -> dict[str, Any]:

@@ -23,9 +23,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """An answer to `prompt`; `proposer` is the drafter's name, `summary` a line about speed and acceptance."""
+    """An answer to `prompt`; `proposer` is the drafter's name, `export` that of its folder among those that answered,
+    `summary` a line about speed and acceptance.
+    """
 
     proposer: str
+    export: str
     prompt: str
     pieces: list[Piece]
     summary: str
@@ -36,24 +39,29 @@ def samples(folders: Sequence[Path], options: dict[str, Any]) -> tuple[list[Samp
 
     A target is loaded once for all exports that name it in the same way.
     """
+    from eval.run_folder import endings
     from models.errors import UserError
 
     made: list[Sample] = []
     lacking: list[str] = []
     targets: dict[str, Any] = {}
-    for folder in dict.fromkeys(folders):
+    each = list({folder.resolve(): folder for folder in folders}.values())
+    for folder, name in zip(each, endings(each, least=2), strict=True):
         if not (folder / "config.json").exists():
-            lacking.append(f"{folder.parent.name} has no export (yet): nothing can answer for it.")
+            lacking.append(f"There is no {name} (yet): nothing can answer for it.")
             continue
         try:
-            made.append(answer(folder, options, targets))
+            made.append(answer(folder, name, options, targets))
         except UserError as error:
-            lacking.append(f"{folder.parent.name}: {error}")
+            lacking.append(f"{name}: {error}")
     return made, lacking
 
 
-def answer(folder: Path, options: dict[str, Any], targets: dict[str, Any]) -> Sample:
-    """One export's answer. `targets` keeps what is loaded, and is looked at first. Raises UserError as loading does."""
+def answer(folder: Path, name: str, options: dict[str, Any], targets: dict[str, Any]) -> Sample:
+    """The answer of an export, here called `name`. `targets` keeps what is loaded, and is looked at first.
+
+    Raises UserError as loading does.
+    """
     from engine.__main__ import encode, summary
     from engine.loop import generate
     from engine.options import decode_settings
@@ -80,7 +88,7 @@ def answer(folder: Path, options: dict[str, Any], targets: dict[str, Any]) -> Sa
     made = generate(
         target, [context], settings, drafter, on_tokens=lambda _, tokens, drafted: rounds.append((tokens, drafted))
     )
-    return Sample(export.name, prompt, pieces_of(rounds, target.decode), summary(made, settings.lossless))
+    return Sample(export.name, name, prompt, pieces_of(rounds, target.decode), summary(made, settings.lossless))
 
 
 def pieces_of(rounds: Sequence[tuple[list[int], int]], decode: Callable[[list[int]], str]) -> list[Piece]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,15 @@ class Parameter:
         span = f"interval({self.low}, {self.high})"
         return f"{self.name}={f'tag(log, {span})' if self.log else span}"
 
+    def choices(self) -> list[Any]:
+        """The values as Hydra's Optuna sweeper keeps them; none where they are an interval's."""
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+        from hydra.core.override_parser.types import Transformer
+
+        if self.values is None:
+            return []
+        return list(OverridesParser.create().parse_override(self.swept()).sweep_iterator(Transformer.encode))
+
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
@@ -49,6 +59,13 @@ class SearchSpace:
     settings: tuple[str, ...]
     parameters: tuple[Parameter, ...]
     sampler: str
+
+    def grid(self) -> list[dict[str, Any]]:
+        """Every combination of choices, by the settings' names; none where a setting has an interval."""
+        return [
+            dict(zip((p.name for p in self.parameters), point, strict=True))
+            for point in product(*(p.choices() for p in self.parameters))
+        ]
 
 
 def read(path: Path) -> SearchSpace:

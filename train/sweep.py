@@ -4,7 +4,8 @@
     python train/sweep.py sweep=medusa trials=6 fit.max_steps=100 "overrides=['drafter.model.num_heads=3']"
 
 Trials are compared by val/block_efficiency. Hydra's multirun makes them, `jobs` at a time, each a run of train/run.py.
-Started again, the same command goes on where it stopped; with more trials, it adds what is lacking.
+Started again, the same command goes on where it stopped; with more trials, it adds what is lacking. A grid has no more
+trials than points.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -25,6 +27,7 @@ from conf.compose import choices, explain_overrides, main, plain
 from models.errors import UserError
 
 _OURS = ("sweep", "trials", "jobs", "sampler", "overrides", "run_name", "output_root", "data.folder", "debug")
+_TRIAL = CONF.parent / "train" / "trial.py"
 _NEEDED = ("optuna", "hydra_plugins.hydra_optuna_sweeper", "hydra_plugins.hydra_joblib_launcher")
 
 
@@ -49,12 +52,10 @@ def job(config: DictConfig) -> None:
     from train.sweep_summary import Study, write
 
     study = Study(folder)
-    study.take_up()
-    if (lacking := options["trials"] - study.finished) > 0:
-        print(f"{lacking} of {options['trials']} trials to make, {options['jobs']} at a time, in {folder}", flush=True)
-        data = options["data"]["folder"] if _given("data.folder") else f"{options['output_root']}/data"
-        place = [f"output_root={folder}/trials", f"data.folder={data}"]
-        _make(lacking, study, options, [*settings, *place], space)
+    study.take_up(about["parameters"])
+    data = options["data"]["folder"] if _given("data.folder") else f"{options['output_root']}/data"
+    place = [f"output_root={folder}/trials", f"data.folder={data}"]
+    make_lacking(study, options, [*settings, *place], space)
     write(study.trials(), about, folder)
 
 
@@ -109,19 +110,32 @@ def _remember(about: dict[str, Any], folder: Path) -> None:
     write_text(path, json.dumps(about, indent=1) + "\n")
 
 
-def _make(count: int, study: Any, options: dict[str, Any], settings: list[str], space: Any) -> None:
-    """Let Hydra's multirun make `count` trials. A trial that fails is kept, and the others go on."""
-    sampler = options["sampler"] or space.sampler
-    seed = [] if sampler == "grid" else [f"hydra.sweeper.sampler.seed={options['seed'] + study.finished}"]
+def make_lacking(study: Any, options: dict[str, Any], settings: list[str], space: Any) -> None:
+    """Let Hydra's multirun make the trials that are lacking. One that fails is kept, and the others go on.
+
+    The points of a grid are queued here, for Optuna's own grid forgets the points of interrupted trials.
+    """
+    sampler, wanted = options["sampler"] or space.sampler, options["trials"]
+    if sampler == "grid":
+        points = space.grid()
+        Random(options["seed"]).shuffle(points)  # a part of the grid is spread over it
+        sampler, wanted = "random", min(wanted, len(points))
+        count = study.queue(points, wanted)
+    else:
+        count = wanted - study.finished
+    if count <= 0:
+        return
+    print(f"{count} of {wanted} trials to make, {options['jobs']} at a time, in {study.folder}", flush=True)
     hydra = [
-        "hydra/sweeper=optuna", f"hydra/sweeper/sampler={sampler}", *seed, "hydra/launcher=joblib",
+        "hydra/sweeper=optuna", f"hydra/sweeper/sampler={sampler}", "hydra/launcher=joblib",
+        f"hydra.sweeper.sampler.seed={options['seed'] + study.finished}",
         f"hydra.launcher.n_jobs={options['jobs']}", f"hydra.sweeper.n_jobs={options['jobs']}",
         f"hydra.sweeper.n_trials={count}", "hydra.sweeper.direction=maximize", "hydra.sweeper.max_failure_rate=1.0",
         f"hydra.sweeper.storage='{study.storage}'", f"hydra.sweeper.study_name={study.name}",
         f"hydra.sweep.dir={study.folder}", "hydra.sweep.subdir=.",
     ]  # fmt: skip
     swept = [parameter.swept() for parameter in space.parameters]
-    command = [sys.executable, str(CONF.parent / "train" / "trial.py"), "--multirun", *hydra, *settings, *swept]
+    command = [sys.executable, str(_TRIAL), "--multirun", *hydra, *settings, *swept]
     before = study.finished
     code = subprocess.run(command, check=False).returncode
     if code in (130, -2, 143, -15):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from models.files import replacing, write_json, write_text
 from train.search_space import trial_name
 
 _INTERRUPTED = "interrupted"  # marks a trial that was taken up again as another one
+_QUEUED = "fixed_params"  # where Optuna keeps the settings of a queued trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,33 @@ class Study:
         """How many trials have ended, well or not."""
         return len(self._ended())
 
-    def take_up(self) -> None:
-        """Queue the settings of trials that an interruption left unfinished: the next ones resume their runs."""
+    def take_up(self, names: list[str]) -> None:
+        """Queue the settings of trials that an interruption left unfinished: the next ones resume their runs.
+
+        A trial that had not yet been given all settings, which `names` are, had not begun, and is dropped.
+        """
+        queued = self._queued()
         for trial in self._study.get_trials(deepcopy=False):
             if trial.state == self._states.RUNNING:
                 self._study._storage.set_trial_user_attr(trial._trial_id, _INTERRUPTED, True)
                 self._study.tell(trial.number, state=self._states.FAIL)
-                if trial.params:
-                    self._study.enqueue_trial(trial.params)
+                settings = {**trial.system_attrs.get(_QUEUED, {}), **trial.params}
+                if settings.keys() == set(names) and settings not in queued:
+                    self.enqueue(settings)
+                    queued.append(settings)
+
+    def queue(self, points: list[dict[str, Any]], trials: int) -> int:
+        """Queue as many of the points as it takes until so many of them are tried, in order, each once.
+
+        Returns how many are still to be tried, those counted that were queued before.
+        """
+        tried, queued = [trial.params for trial in self._ended()], self._queued()
+        left = [point for point in points if point not in tried]
+        lacking = trials - (len(points) - len(left))
+        new = [point for point in left if point not in queued]
+        for point in new[: max(0, lacking - (len(left) - len(new)))]:
+            self.enqueue(point)
+        return lacking
 
     def trials(self) -> list[Trial]:
         """All that have ended, the best first, and those that failed last."""
@@ -69,6 +90,19 @@ class Study:
                 why = path.read_text().strip() if path.exists() else "ended without a word"
             found.append(Trial(trial.number, name, trial.params, trial.value, seconds, why))
         return sorted(found, key=lambda t: (t.block_efficiency is None, -(t.block_efficiency or 0), t.number))
+
+    def enqueue(self, settings: dict[str, Any]) -> None:
+        """Let one of the next trials have these settings."""
+        from optuna.exceptions import ExperimentalWarning
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            self._study.enqueue_trial(settings)
+
+    def _queued(self) -> list[dict[str, Any]]:
+        """The settings of trials that are queued and have not begun."""
+        waiting = self._study.get_trials(deepcopy=False, states=(self._states.WAITING,))
+        return [trial.system_attrs.get(_QUEUED, {}) for trial in waiting]
 
     def _ended(self) -> list[Any]:
         trials = self._study.get_trials(deepcopy=False)
@@ -131,10 +165,10 @@ def draw(trials: list[Trial], path: Path) -> None:
     first.set(xlabel="trial", ylabel="val τ")
     first.legend()
     for axis, name in zip(others, names, strict=False):
-        values = [t.settings[name] for t in done]
-        numbers = all(isinstance(v, float) for v in values)
-        axis.plot(values if numbers else [str(v) for v in values], scores, "o", alpha=0.7)
-        if numbers and min(values) > 0 and max(values) > 5 * min(values):
+        values = _axis([t.settings[name] for t in done])
+        order = sorted(range(len(values)), key=lambda i: values[i])
+        axis.plot([values[i] for i in order], [scores[i] for i in order], "o", alpha=0.7)
+        if isinstance(values[0], float) and min(values) > 0 and max(values) > 5 * min(values):
             axis.set_xscale("log")
         axis.set_xlabel(_short(name))
     for axis in grid.flat:
@@ -144,6 +178,14 @@ def draw(trials: list[Trial], path: Path) -> None:
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
     pyplot.close(figure)
+
+
+def _axis(values: list[Any]) -> list[Any]:
+    """Numbers, also where a choice keeps them as text; words where one of the values is no number."""
+    try:
+        return [float(str(value)) for value in values]
+    except ValueError:
+        return [str(value) for value in values]
 
 
 def _short(name: str) -> str:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import hydra
+from filelock import FileLock
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -17,13 +18,21 @@ from train.search_space import trial_name
 
 
 def job(config: DictConfig) -> float:
-    """Make the run, and return its val/block_efficiency. Where it fails, why is kept in failed.txt of its folder."""
+    """Make the run, and return its val/block_efficiency. Where it fails, why is kept in failed.txt of its folder.
+
+    Trials of equal settings have one folder: one waits for the other, and then finds its run finished.
+    """
     trials = Path(config.output_root)
     overrides = sorted(HydraConfig.get().overrides.task, key=lambda o: not o.startswith("+"))  # the drafter comes first
     names = json.loads((trials.parent / "sweep.json").read_text())["parameters"]
     given = dict(override.partition("=")[::2] for override in overrides)
     folder = trials / trial_name({name: given[name] for name in names})
     folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".trial.lock"):
+        return _score(folder, overrides)
+
+
+def _score(folder: Path, overrides: list[str]) -> float:
     command = [sys.executable, str(CONF.parent / "train" / "run.py"), *overrides, f"run_name={folder.name}"]
     with (folder / "log.txt").open("a") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode

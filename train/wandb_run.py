@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +159,13 @@ class WandbRun(WandbLogger):
         return found
 
     def _close(self) -> None:
-        folder = Path(self.experiment.dir).parent
+        """Close the W&B run. Of one that is offline, name the folders to sync: each start has left one."""
+        place = Path(self.experiment.dir).parents[1]
         offline = self.experiment.offline
         self.experiment.finish()
         if offline:
-            print(f"W&B was offline: wandb sync {folder}")
+            folders = sorted(str(path.parent) for path in place.glob(f"offline-run-*/run-{self.run_id}.wandb"))
+            print(f"W&B was offline: wandb sync {shlex.join(folders)}")
 
 
 def _prompts(results: list[dict[str, Any]]) -> tuple[list[str | int], list[list[Any]]]:

@@ -1,10 +1,7 @@
-"""The report: from folders written out here, whose every number is known."""
+"""The report: from folders written out by hand, whose every number is known."""
 
 from __future__ import annotations
 
-import json
-import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -15,110 +12,27 @@ from conf.compose import ROOT, plain
 from engine.__main__ import encode
 from engine.loop import generate
 from engine.settings import DecodeSettings
-from eval.charts import Series, line_chart, number, thinned, ticks, tree_chart
 from eval.measured_drafts import predicted_efficiency, predicted_speedup
 from eval.report import html, job, with_folders
 from eval.report_results import decoding_speedup, shown_results
-from eval.run_folder import Found, read_folders, read_metrics
+from eval.run_folder import Found, endings, read_folders, read_metrics
 from eval.sample import Piece, Sample, coloured, pieces_of, samples
 from models.checkpoint import native
 from models.errors import UserError
 from models.target import Target
 from models.vocab import DraftVocab
-from tests.helpers.browser import available, browser
-
-HOSTILE = "<script>alert('x')</script>&\"quoted\""
-PROVENANCE = {"command": f"python train/run.py run_name={HOSTILE}", "git_revision": "0123456789ab",
-              "versions": {"torch": "2.13.0"}, "cores": 2}  # fmt: skip
-TREE = {"parents": [-1, -1, 0, 0, 2], "ranks": [0, 1, 0, 1, 0], "expected_tokens": 2.3456,
-        "acceptance": [[0.611, 0.122], [0.533, 0.144], [0.455, 0.166]]}  # fmt: skip
-
-
-def result(drafter: str = "eagle", temperature: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """100 rounds over two prompts: 60 of 100 tokens accepted at position 1, 30 of 60 at position 2, τ = 1.9.
-
-    Per token, plain 10 ms while decoding; a round drafts 4 ms, checks 12 ms, and 3 ms go elsewhere.
-    """
-    counts = {
-        "category": ["code", HOSTILE], "rounds": [60.0, 40.0], "emitted": [114.0, 76.0],
-        "drafts": [[60.0, 60.0], [40.0, 40.0]], "drafted": [[60.0, 60.0], [40.0, 40.0]],
-        "tested": [[60.0, 36.0], [40.0, 24.0]], "accepted": [[36.0, 18.0], [24.0, 12.0]],
-        "plain_s": [1.34, 0.96], "plain_tokens": [115.0, 77.0], "plain_prefill_s": [0.2, 0.2],
-        "speculative_s": [1.34, 0.96], "speculative_tokens": [115.0, 77.0], "speculative_prefill_s": [0.2, 0.2],
-        "draft_s": [0.24, 0.16], "verify_s": [0.72, 0.48],
-    }  # fmt: skip
-    return {
-        "drafter": drafter, "prompts": 2, "tokens": 192, "temperature": temperature, "num_speculative_tokens": 2,
-        "num_nodes": 2, "tree": None, "draft_length": {"policy": "fixed"}, "lossless": True,
-        "acceptance_rate": 0.5625, "acceptance_rate_interval": [0.51, 0.6125], "expected_acceptance_rate": 0.5678,
-        "block_efficiency": 1.9, "block_efficiency_interval": [1.71, 2.13], "speedup": 1.23,
-        "speedup_interval": [1.11, 1.37], "predicted_speedup": 1.29, "draft_utilization": 0.4567, "ceiling": 1.0,
-        "acceptance_per_position": [0.6, 0.3], "conditional_acceptance": [0.6, 0.5], "identical_to_plain": 2,
-        "by_category": {
-            "code": {"prompts": 1, "acceptance_rate": 0.777, "block_efficiency": 2.34,
-                     "block_efficiency_interval": [2.31, 2.37], "speedup": 1.41, "speedup_interval": [1.4, 1.42]},
-            HOSTILE: {"prompts": 1, "acceptance_rate": 0.333, "block_efficiency": 1.56,
-                      "block_efficiency_interval": [None, None], "speedup": None, "speedup_interval": [None, None]},
-        },
-        "counts": counts,
-    } | changes  # fmt: skip
-
-
-def write(path: Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(value if isinstance(value, str) else json.dumps(value))
-
-
-def whole_run(folder: Path, *results: dict[str, Any]) -> Path:
-    """A folder in which nothing is lacking."""
-    config = {"run_name": folder.name, "fit": {"batch_size": 16}, "note": HOSTILE}
-    told = list(results) or [result(), result(temperature=1.0)]
-    write(folder / "acceptance.json", {"config": config, "results": told, "provenance": PROVENANCE})
-    write(folder / "training.json", {"steps": 600, "seconds": 1430.4, "tokens": 1756578, "tokens_per_s": 1228.0,
-                                     "peak_memory_bytes": 1129594880})  # fmt: skip
-    write(folder / "data.json", {"weights": "bb40c4f55e245e03"})
-    write(folder / "export/config.json", {"decoding": {"tree": TREE}})
-    metrics = ["epoch,step,train/loss,train/acceptance,train/acceptance_1,val/block_efficiency"]
-    metrics += [f"0,{step},{8 / (step + 1):.4f},{step / 200},{step / 400}," for step in range(0, 100, 10)]
-    write(folder / "metrics/version_0/metrics.csv", "\n".join([*metrics, ",50,,,,1.4321", ",100,,,,1.8765"]))
-    return folder
-
-
-class Reader(HTMLParser):
-    """Text and tags; a page that does not close what it opens is refused."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.text = ""
-        self.feed(page)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "link"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += f"{data}\n" if "style" not in self.open else ""
-
-
-def report(*folders: Path, **options: Any) -> str:
-    return html("here", read_folders(list(folders)), **options)
-
-
-def row(page: str, *starts: str) -> list[str]:
-    """The cells of the one table row that begins so."""
-    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line) for line in re.findall(r"<tr>(.*?)</tr>", page)]
-    (found,) = [cells for cells in rows if tuple(cells[: len(starts)]) == starts]
-    return found
+from tests.helpers.written_runs import (
+    HOSTILE,
+    LONG_NAME,
+    PROVENANCE,
+    Reader,
+    compared_runs,
+    report,
+    result,
+    row,
+    whole_run,
+    write,
+)
 
 
 def test_every_number_of_a_run_is_on_its_page(tmp_path: Path) -> None:
@@ -178,7 +92,9 @@ def test_lengths_of_one_export_share_a_prediction(tmp_path: Path) -> None:
 def test_the_page_is_whole_escaped_and_needs_nothing(tmp_path: Path) -> None:
     whole_run(tmp_path / "run", result(HOSTILE))
     piece = Piece(f"<b>{HOSTILE}", 1, True)
-    page = report(tmp_path / "run", samples=[Sample(HOSTILE, f"<i>{HOSTILE}", [piece], "1 token")], asked=True)
+    page = report(
+        tmp_path / "run", samples=[Sample(HOSTILE, "run/export", f"<i>{HOSTILE}", [piece], "1 token")], asked=True
+    )
     read = Reader(page)
     tags = [tag for tag, _ in read.tags]
     assert not {"script", "b", "i", "img", "iframe"} & set(tags)
@@ -262,23 +178,77 @@ def test_runs_are_told_apart(tmp_path: Path) -> None:
     assert row(html("x", found), "fit.batch_size") == ["fit.batch_size", "8", "16"]
 
 
+def test_measurements_of_equal_names_are_told_apart(tmp_path: Path) -> None:
+    """Two runs' measurements on the built-in prompts: folders of one name, drafters of one name, their own numbers."""
+    for run, rates, tau in (("A", [0.6, 0.5], 1.9), ("B", [0.2, 0.1], 1.22)):
+        told = result(conditional_acceptance=rates, block_efficiency=tau, counts={})
+        config = {"export": str(tmp_path / run / "export"), "prompts": "builtin"}
+        origin = {"command": f"python eval/acceptance.py export={run}/export"}
+        report_of = {"config": config, "results": [told], "provenance": origin}
+        write(tmp_path / run / "acceptance-builtin/acceptance.json", report_of)
+    folders = [tmp_path / run / "acceptance-builtin" for run in "AB"]
+    page = report(*folders)
+    beside = page.partition("Prediction beside measurement")[2].partition("</table>")[0]
+    assert row(beside, "eagle (A/acceptance-builtin)", "0", "2")[3:5] == ["1.900", "1.900"]
+    assert row(beside, "eagle (B/acceptance-builtin)", "0", "2")[3:5] == ["1.220", "1.220"]  # 1 + 0.2 + 0.2 · 0.1
+    assert row(page, "eagle (B/acceptance-builtin)", "0", "chain of 2", "1.22 [1.71, 2.13]")
+    for run in "AB":
+        assert f"<h3>{run}/acceptance-builtin</h3><p><code>python eval/acceptance.py export={run}/export</code>" in page
+
+
+def test_measurements_of_one_export_are_told_apart(tmp_path: Path) -> None:
+    """A run and what its export did on other prompts; then the same prompts once more."""
+    whole_run(tmp_path / "A", result())
+    config = {"export": str(tmp_path / "A" / "export"), "prompts": "builtin"}
+    for name, tau in (("acceptance-builtin", 1.5), ("again", 1.6)):
+        told = result(block_efficiency=tau, conditional_acceptance=[0.4, 0.25])
+        write(tmp_path / "A" / name / "acceptance.json", {"config": config, "results": [told]})
+    page = report(tmp_path / "A", tmp_path / "A" / "acceptance-builtin")
+    assert row(page, "eagle (A)", "0", "chain of 2", "1.90 [1.71, 2.13]")
+    assert row(page, "eagle (acceptance-builtin)", "0", "chain of 2", "1.50 [1.71, 2.13]")
+    assert row(page, "eagle (A)", "0", "2")[3:5] == ["1.900", "1.900"]
+    assert row(page, "eagle (acceptance-builtin)", "0", "2")[3:5] == ["1.500", "1.500"]
+    names = [
+        s.drafter for s in shown_results(read_folders([tmp_path / "A" / n for n in ("acceptance-builtin", "again")]))
+    ]
+    assert names == ["eagle (acceptance-builtin)", "eagle (again)"]
+
+
+def test_comparisons_are_told_apart(tmp_path: Path) -> None:
+    about = {"parameters": 10, "memory_share": 0.5, "readiness": None, "training": None}
+    for name, tau in (("one", 1.5), ("two", 1.6)):
+        whole_run(tmp_path / name / "eagle", result(block_efficiency=tau))
+        drafters = [{"name": "eagle", "results": [result(block_efficiency=tau), result(tree={"depth": 2}, num_nodes=3)],
+                     "about": about}]  # fmt: skip
+        origin = {"command": f"python train/compare.py run_name={name}"}
+        write(tmp_path / name / "compare.json", {"drafters": drafters, "provenance": origin})
+    page = report(tmp_path / "one", tmp_path / "two", tmp_path / "two" / "eagle")
+    assert row(page, "eagle (one/eagle)", "0", "chain of 2", "1.50 [1.71, 2.13]")
+    assert row(page, "eagle (two/eagle)", "0", "chain of 2", "1.60 [1.71, 2.13]")
+    for name, tau in (("one", "1.50"), ("two", "1.60")):
+        budget = page.partition(f"<caption>{name}: Drafters under one budget")[2].partition("</table>")[0]
+        assert row(budget, "eagle", "10")[5] == f"{tau} [1.71, 2.13]"
+        assert f"<h3>train/compare.py, {name}</h3><p><code>python train/compare.py run_name={name}</code>" in page
+    (run,) = read_folders([tmp_path / "two" / "eagle", tmp_path / "two"]).runs
+    assert [r["tree"] for r in run.results] == [None, {"depth": 2}]  # what the comparison measured stays
+
+
+def test_folders_have_the_shortest_names_that_differ() -> None:
+    folders = [Path(path) for path in ("/x/a/run", "/y/a/run", "/y/b/run", "/y/c", "/y/c")]
+    assert endings(folders) == ["x/a/run", "y/a/run", "b/run", "c", "c"]
+    assert endings(folders[2:], least=2) == ["b/run", "y/c", "y/c"]
+
+
+def test_samples_are_told_apart() -> None:
+    made = [Sample("eagle", f"{run}/export", "p>", [Piece("x", 0, False)], "") for run in "AB"]
+    page = html("here", Found([]), made, asked=True)
+    assert "<h3>eagle (A/export)</h3>" in page and "<h3>eagle (B/export)</h3>" in page
+
+
 def test_a_resumed_run_has_one_curve(tmp_path: Path) -> None:
     write(tmp_path / "metrics/version_2/metrics.csv", "step,a\n20,3\n10,2.5\n")
     write(tmp_path / "metrics/version_10/metrics.csv", "step,a,b\n20,4,\n30,5,nan\n")
     assert read_metrics(tmp_path) == {"a": [(10.0, 2.5), (20.0, 4.0), (30.0, 5.0)]}
-
-
-def test_axes_and_pictures() -> None:
-    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0]) and ticks(1, 4, 6, whole=True) == [1, 2, 3, 4]
-    assert ticks(-0.3, 0.9, 3) == pytest.approx([0, 0.5]) and ticks(5, 5) == [5]
-    assert [number(x) for x in (0.25, 12, 3000, 0.00001, 0)] == ["0.25", "12", "3,000", "1e-05", "0"]
-    assert thinned([(i, float(i % 2)) for i in range(1000)], 100)[0] == (9, 0.5)
-    drawn = line_chart("t", [Series("s", [(1, 0.0), (2, 1.0)], 0)], x="n", y="v", top=1.0)
-    low, high = (tuple(map(float, m)) for m in re.findall(r"translate\(([\d.]+) ([\d.]+)\)", drawn)[:2])
-    assert low[1] == 192 and high == (pytest.approx(low[0] + 306 / 1.08, abs=0.1), 12)  # the plot's bottom and top
-    nodes = re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', tree_chart("t", TREE["parents"], TREE["ranks"]))
-    assert [float(y) for _, y in nodes] == [20, 60, 60, 100, 100, 140] and float(nodes[1][0]) < float(nodes[2][0])
-    assert nodes[3][0] == nodes[5][0]  # an only child stands under its parent
 
 
 def test_accepted_tokens_are_marked_with_their_drafter() -> None:
@@ -290,7 +260,7 @@ def test_accepted_tokens_are_marked_with_their_drafter() -> None:
     pieces = pieces_of([([1], 0), ([2, 3, 4], 2), ([5], 1)], decode)
     assert pieces == [Piece("<a", 0, False), Piece("", 1, True), Piece("é", 1, True), Piece(" b", 1, False),
                       Piece("!", 2, True)]  # fmt: skip
-    assert coloured(Sample("eagle", "p>", pieces, "")) == (
+    assert coloured(Sample("eagle", "run/export", "p>", pieces, "")) == (
         '<div class="sample" lang="und">p&gt;&lt;a<mark class="odd" title="round 1: eagle">é</mark> b'
         '<mark title="round 2: eagle">!</mark></div>'
     )
@@ -311,7 +281,7 @@ def test_the_job_writes_the_page_and_tells_of_exports_that_cannot_answer(tmp_pat
     with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
         job(hydra.compose("report", overrides=[f"runs='{tmp_path / 'run'}'", "sample=true"]))
     text = Reader((tmp_path / "run" / "report.html").read_text()).text
-    assert "run: " in text and "export" in text.partition("Text sample")[2]
+    assert "run/export: " in text.partition("Text sample")[2]
     assert "Left out: sample=true" not in text
 
 
@@ -326,7 +296,7 @@ def test_a_real_export_answers(tiny: Target, tmp_path: Path) -> None:
         asked = ["runs=x", "prompt='a, b, a, b, a, b,'", "decode.max_new_tokens=24", "target.device=cpu"]
         options = plain(hydra.compose("report", overrides=asked))
     (made,), lacking = samples([folder, folder, tmp_path / "none" / "export"], options)
-    assert lacking == ["none has no export (yet): nothing can answer for it."]
+    assert lacking == ["There is no none/export (yet): nothing can answer for it."]
     context = encode(tiny, "a, b, a, b, a, b,", "auto")
     plainly = generate(tiny, [context], DecodeSettings(24)).token_ids[0]
     assert "".join(piece.text for piece in made.pieces) == tiny.decode(plainly)
@@ -335,36 +305,10 @@ def test_a_real_export_answers(tiny: Target, tmp_path: Path) -> None:
     assert f"of {len(plainly)} tokens proposed by lookup · {len(plainly)} tokens in" in page and "<mark" in page
 
 
-@pytest.mark.skipif(not available(), reason="no chromium and chromedriver (Debian: chromium chromium-driver)")
-def test_in_a_browser(tmp_path: Path) -> None:
-    """No errors, no overflow on a phone, another look in the dark; pictures are kept in outputs/report."""
-    long_name = "distilled_lm_with_a_very_long_name_" * 2
-    whole_run(tmp_path / "a")
-    whole_run(tmp_path / "b", result(long_name), result(long_name, 1.0))
-    pieces = [Piece("x" * 300, 0, False), Piece(" accepted", 1, True)]
-    sample = Sample("eagle", "def f():\n", pieces, "2 tokens")
-    path = tmp_path / "report.html"
-    path.write_text(report(tmp_path / "a", tmp_path / "b", samples=[sample], asked=True), encoding="utf-8")
-    looks = {}
-    with browser() as shown:
-        for width in (390, 1280):
-            for dark in (False, True):
-                shown.open(path, width, dark)
-                shown.run("document.querySelectorAll('details').forEach(d => d.open = true)")
-                assert shown.run("return [innerWidth, document.documentElement.scrollWidth]") == [width, width]
-                assert shown.console() == []
-                looks[dark] = shown.run(
-                    "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
-                )
-                name = f"{'phone' if width == 390 else 'wide'}-{'dark' if dark else 'light'}.png"
-                shown.screenshot(ROOT.parent / "outputs" / "report" / name)
-        assert shown.run("return performance.getEntriesByType('resource').length") == 0
-        level = "[...document.querySelectorAll('figure svg text:not([transform])')]"
-        sizes = f"return {level}.map(text => text.getBoundingClientRect().height)"
-        shown.open(path, 390, False)
-        heights = [height for height in shown.run(sizes) if height]  # what is folded has none
-        assert len(heights) > 50 and min(heights) > 9  # text in pictures stays legible on a phone
-        shown.run("console.error('planted')")
-        assert len(shown.console()) == 1  # the check above could fail
-    assert looks[False] == ["rgb(255, 255, 255)", "rgb(26, 31, 39)"]
-    assert looks[True] == ["rgb(18, 21, 26)", "rgb(230, 233, 238)"]
+def test_a_comparison_by_its_own_writer_is_on_the_page(tmp_path: Path) -> None:
+    page = report(*compared_runs(tmp_path))
+    assert row(page, "eagle", "1,234,567")[2:7] == ["1,756,578", "1,228", "1,130", *["1.90 [1.71, 2.13]"] * 2]
+    assert row(page, "prompt_lookup", *["–"] * 4, "1.90 [1.71, 2.13]")[6] == "–"
+    assert row(page, "eagle", "61.2%", "91.4%", "1.07", "0.83")[-1] == "12.5%"
+    assert "Chains alone, for they draft no trees: prompt_lookup." in page
+    assert row(page, LONG_NAME, "1", "tree of 8", "1.90 [1.71, 2.13]") and f"Configuration of {LONG_NAME}" in page

@@ -1,4 +1,7 @@
-"""A small sweep as a user starts it: two trials at a time, one family, the table; a failure is kept and named."""
+"""A small sweep as a user starts it: two trials at a time, one family, the table; a failure is kept and named.
+
+Grids are gone through with a stand-in for train/trial.py, whose trials take no time.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from conf.compose import ROOT as CONF
 from tests.train.test_run import finish, start
+from train.search_space import read
+from train.sweep import make_lacking
+from train.sweep_summary import Study, Trial, draw
 
 pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
 pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
@@ -55,6 +62,92 @@ def test_a_failed_trial_is_kept_and_named(tmp_path: Path) -> None:
     assert f"({trial['folder']}) failed: The source gave 1 distinct prompts" in output
 
 
+@pytest.mark.slow
+def test_trials_of_equal_settings_share_one_run(tmp_path: Path) -> None:
+    """Two that begin together, as equal random draws do: one is the other's run, and neither fails."""
+    folder = tmp_path / "sweep-prompt_lookup-tiny"
+    folder.mkdir()
+    equal = {"drafter.model.max_ngram": 3, "drafter.model.prefer": "latest"}
+    for _ in range(2):
+        Study(folder).enqueue(equal)
+    finish(start(*sweep(tmp_path, "trials=2", "jobs=2", "sampler=random")))
+    first, second = json.loads((folder / "trials.json").read_text())["trials"]
+    assert first["settings"] == second["settings"] == equal and first["failed"] is second["failed"] is None
+    assert first["block_efficiency"] == second["block_efficiency"] >= 1
+    assert len(list((folder / "trials").glob("trial-*"))) == 1 and not list(folder.glob("trials/*/failed.txt"))
+
+
+STAND_IN = """
+import os
+from pathlib import Path
+import hydra
+from hydra.core.hydra_config import HydraConfig
+
+def job(config):
+    path = Path(config.output_root).parent / "tried.txt"
+    tried = path.read_text().splitlines() if path.exists() else []
+    settings = " ".join(sorted(o for o in HydraConfig.get().overrides.task if o.startswith("drafter.model.")))
+    path.write_text("\\n".join([*tried, settings]))
+    if len(tried) == 2:
+        os.kill(os.getpid(), 9)
+    return float(len(tried))
+
+hydra.main(version_base="1.3", config_path=CONFIG, config_name="train")(job)()
+"""
+
+
+def test_a_grid_has_each_point_once_however_it_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed in its third trial; the next start makes that and the rest, and a third one nothing."""
+    (tmp_path / "trial.py").write_text(STAND_IN.replace("CONFIG", repr(str(CONF))))
+    monkeypatch.setattr("train.sweep._TRIAL", tmp_path / "trial.py")
+    space = read(CONF / "sweep" / "prompt_lookup.yaml")
+    names = [parameter.name for parameter in space.parameters]
+    options = {"trials": 20, "jobs": 1, "sampler": None, "seed": 0}
+    settings = ["+drafter=prompt_lookup", f"output_root={tmp_path}/trials"]
+    study = Study(tmp_path)
+    for said, tried in (("8 of 8 trials to make", 3), ("6 of 8 trials to make", 9), ("", 9)):
+        study.take_up(names)
+        make_lacking(study, options, settings, space)
+        printed = capsys.readouterr().out
+        assert printed.startswith(said) and bool(printed) == bool(said)
+        made = (tmp_path / "tried.txt").read_text().splitlines()
+        assert len(made) == tried
+    every = {f"{names[0]}={n} {names[1]}={p}" for n in (2, 3, 4, 5) for p in ("latest", "earliest")}
+    assert set(made) == every and made.count(made[2]) == 2  # the interrupted one was taken up again
+    assert len(study.trials()) == study.finished == 8
+
+
+def test_a_part_of_a_grid_is_added_to(tmp_path: Path) -> None:
+    points = read(CONF / "sweep" / "prompt_lookup.yaml").grid()
+    study = Study(tmp_path)
+    assert study.queue(points, 3) == 3 and study.queue(points, 3) == 3  # those that are queued are not queued again
+    assert study._queued() == points[:3]
+    begun = study._study.ask()  # and killed before it had any of its settings
+    study.take_up(list(points[0]))
+    assert begun.number == 0 and study._queued() == [points[1], points[2], points[0]]
+    assert study.queue(points, 8) == 8 and len(study._queued()) == 8
+
+
+def test_settings_are_drawn_as_numbers_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib import pyplot
+
+    kept = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    settings = [(1, "0.5", "b", 3e-4), (3, "0.1", "a", 3e-3), (2, "1", "b", 1e-3)]
+    names = ("num_steps", "w_reg", "start", "lr")
+    trials = [
+        Trial(i, "t", dict(zip(names, values, strict=True)), 1.5 + i, 1.0, None) for i, values in enumerate(settings)
+    ]
+    draw(trials, tmp_path / "sweep.png")
+    _, *axes = kept[0].axes
+    drawn = {axis.get_xlabel(): axis.lines[0].get_xydata().tolist() for axis in axes if axis.get_visible()}
+    assert drawn["num_steps"] == [[1, 1.5], [2, 3.5], [3, 2.5]] and drawn["w_reg"] == [[0.1, 2.5], [0.5, 1.5], [1, 3.5]]
+    assert [y for _, y in drawn["start"]] == [2.5, 1.5, 3.5]
+    assert [axis.get_xscale() for axis in axes[:4]] == ["linear", "log", "linear", "log"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -72,4 +165,4 @@ def test_a_mistake_is_answered_before_any_trial(arguments: list[str], sentence: 
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 2, output
     assert sentence in output and output.count("error: ") == 1
-    assert not (tmp_path / "sweep-prompt_lookup-tiny").exists()
+    assert not list(tmp_path.iterdir())
