@@ -10,22 +10,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.settings import DecodeSettings
-from eval.drafted_rows import USUAL, Reading, Rows, readings, remapped
+from eval.drafted_rows import USUAL, Reading, Rows, Text, readings, remapped
+from models.sampling import SamplingParams, probabilities
 from models.target import Target
+from models.types import feeds_back, max_depth
 
 _SURE = 4.0  # standard errors
 _GAIN = 0.05  # tokens of a draft, or chances: less does not explain a low acceptance
 _NEAR_TIES = 0.02  # of proposals: so many may part by rounding
+_LEAST_COMPARED = 10  # proposals at a position
+_CHANCE = 3.2e-5  # of four standard errors or more, on one side
 _OUTSIDE = 0.1  # of the target's law
 _STEADY = 0.5  # of the first token's acceptance: a later one's that is lower is not for lack of skill alone
 _OWN_TEXT = 0.8  # of a text's tokens are the target's first choice at least, where it is the target's own
+_SURPRISE = 0.1  # nats a token: sampled text that is less likely than that is not the target's own
+_LEAST_CHANCE = 1e-6  # of a token that top_p leaves out by rounding
+_ANSWER_ANEW = "they were to be the target's and are not: let it answer the prompts itself (data.generator=engine)"
 _FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)  # on draft logits
 
 
@@ -44,7 +51,8 @@ class Case:
     """What is known: the drafter on the target's answers to the prompts in question, and on texts of its training.
 
     `manifest` is what the training answers were made from; None where the export does not tell. An adapted target is
-    another than the one they were made by.
+    another than the one they were made by. `answer_settings` are those of the answers in `training`, and `no_training`
+    says why there are none. `learning` is `drafter.training` of the run, empty where the export does not tell.
     """
 
     target: Target
@@ -55,6 +63,9 @@ class Case:
     adapted: bool
     settings: DecodeSettings
     temperature: float
+    answer_settings: dict[str, Any] = field(default_factory=dict)
+    no_training: str = "the answers that it was trained on are not here: training=FOLDER"
+    learning: dict[str, Any] = field(default_factory=dict)
 
 
 def find(case: Case) -> Iterator[Finding]:
@@ -77,7 +88,13 @@ def find(case: Case) -> Iterator[Finding]:
 def another_target(case: Case) -> Iterator[Finding]:
     """Are these the weights that gave the training answers?"""
     name = "another target"
-    if case.manifest is None or case.adapted:
+    if case.adapted:
+        told = (
+            "the export holds the target that was trained with it, which is meant to differ from the one that answered"
+        )
+        yield Finding(name, None, told)
+        return
+    if case.manifest is None:
         yield Finding(name, None, "the export does not say which weights it was trained with")
         return
     now = {"weights": case.target.weights_fingerprint, "dtype": str(case.target.dtype)}
@@ -109,8 +126,7 @@ def another_template(case: Case) -> Iterator[Finding]:
 def engine_and_training(case: Case) -> Iterator[Finding]:
     """Does the engine's drafter propose what training's way of computing it proposes?"""
     compared, other = case.rows.by_engine(case.settings)
-    shares = [o / c if c else 0.0 for o, c in zip(other, compared, strict=True)]
-    place = next((i for i, share in enumerate(shares) if share > _NEAR_TIES), None)
+    place = next((i for i, counts in enumerate(zip(other, compared, strict=True)) if _too_many(*counts)), None)
     told = ", ".join(f"{o} of {c}" for o, c in zip(other, compared, strict=True) if c)
     where = (
         "in what it reads of the committed text: its mask, positions or memory"
@@ -123,6 +139,17 @@ def engine_and_training(case: Case) -> Iterator[Finding]:
         f"proposals that are not training's, by position: {told}",
         f"`propose` and `unroll` of {type(case.drafter).__name__} differ {where}: see test 3 of tests/contract",
     )
+
+
+def _too_many(other: int, compared: int) -> bool:
+    """Whether so many of the proposals that were compared cannot have parted by near ties."""
+    return compared >= _LEAST_COMPARED and at_least(other, compared, _NEAR_TIES) < _CHANCE
+
+
+def at_least(count: int, trials: int, rate: float) -> float:
+    """The chance that `count` or more of `trials` happen, each at `rate`."""
+    law = torch.distributions.Binomial(trials, torch.tensor(rate, dtype=torch.float64))
+    return float(law.log_prob(torch.arange(count, trials + 1, dtype=torch.float64)).logsumexp(0).exp())
 
 
 def read_otherwise(case: Case) -> Iterator[Finding]:
@@ -199,46 +226,93 @@ def vocabulary_ceiling(case: Case) -> Iterator[Finding]:
 
 
 def fed_back(case: Case) -> Iterator[Finding]:
-    """Does the drafter cope with its own outputs, in training's way?"""
+    """Are later tokens told as well as the first in training's way, where a drafter may read its own outputs?"""
     right = case.rows.right().double().cumprod(1)
     reached = torch.cat([torch.ones(len(right), 1), right], dim=1).sum(0)
     rates = (right.sum(0) / reached[:-1]).tolist()
     sizes = reached[:-1].tolist()
     place = next((i for i in range(1, len(rates)) if sizes[i] >= 20 and rates[i] < _STEADY * rates[0]), None)
+    name = "own outputs" if feeds_back(case.drafter) else "tokens further ahead"
     yield Finding(
-        "own outputs" + ("" if place is None else f" from position {place + 1} on"),
+        name + ("" if place is None else f" from position {place + 1} on"),
         place is not None,
         "right by position, where those before are: " + ", ".join(f"{r:.2f}" for r in rates if r == r),
-        "train it on more steps of its own outputs (drafter.training.num_steps), or draft fewer tokens",
+        f"{_further(case)}, or draft fewer tokens",
     )
+
+
+def _further(case: Case) -> str:
+    """What in its training would make later tokens better."""
+    steps, wanted = case.learning.get("num_steps"), case.rows.num_steps
+    if feeds_back(case.drafter):
+        if steps is None:
+            return "train it on as many steps of its own outputs as tokens are drafted"
+        if steps < wanted:
+            return f"drafter.training.num_steps was {steps}: train it on more steps of its own outputs, up to {wanted}"
+        return f"it was trained on {steps} steps of its own outputs: train for longer"
+    if steps is not None and steps < wanted and max_depth(case.drafter) is not None:
+        return f"drafter.training.num_steps was {steps}: what tells the tokens behind was not trained"
+    weights = [f"drafter.training.{key}" for key in ("position_decay", "weights") if key in case.learning]
+    heavier = f"let later tokens weigh more ({' or '.join(weights)})" if weights else "train for longer"
+    return f"it reads no output of its own, so more steps would not help: {heavier}"
 
 
 def training_text(case: Case) -> Iterator[Finding]:
     """Did the training answers come from the target?"""
     name = "training text"
     if case.training is None:
-        yield Finding(name, None, "the answers that it was trained on are not here: training=FOLDER")
+        yield Finding(name, None, case.no_training)
+        return
+    settings = case.answer_settings
+    by_target = settings.get("answers") == "target"
+    if by_target and settings["temperature"] > 0:
+        yield _sampled_text(case.training, SamplingParams(settings["temperature"], top_p=settings["top_p"]))
         return
     own = torch.cat([_own(case.training, text) for text in case.training.texts]).double()
     yield Finding(
         name,
         float(own.mean()) < _OWN_TEXT,
         f"{own.mean():.0%} of the training answers' tokens are the target's first choice",
-        "let the target answer the prompts itself (data.answers.answers=target)",
+        _ANSWER_ANEW if by_target else "let the target answer the prompts itself (data.answers.answers=target)",
     )
 
 
-def _own(rows: Rows, text: Any) -> Tensor:
+def _own(rows: Rows, text: Text) -> Tensor:
     logits, _ = rows.laws(text)
-    first = text.rows(rows.num_steps).start + 2
-    return logits.argmax(-1).cpu() == torch.tensor(text.token_ids[first : first + len(logits)])
+    return logits.argmax(-1).cpu() == _said(rows, text)
+
+
+def _said(rows: Rows, text: Text) -> Tensor:
+    """The tokens (R,) that the target's laws at the rows are of."""
+    about = text.rows(rows.num_steps)
+    return torch.tensor(text.token_ids[about.start + 2 : about.stop + 2])
+
+
+def _sampled_text(rows: Rows, sampling: SamplingParams) -> Finding:
+    """Is the text as likely as what the target samples?"""
+    found = [_surprise(rows, text, sampling) for text in rows.texts]
+    surprise, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return Finding(
+        "training text",
+        is_sure(surprise - entropy, _SURPRISE),
+        f"the training answers' tokens have {surprise.mean():.2f} nats each by the target at "
+        f"T = {sampling.temperature:g}, and what it samples has {entropy.mean():.2f}",
+        _ANSWER_ANEW,
+    )
+
+
+def _surprise(rows: Rows, text: Text, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+    """−log p of each token that was said, and its mean over what p would say, the entropy: (R,) each, float64, nats."""
+    p = probabilities(rows.laws(text)[0].double(), sampling).cpu()
+    said = p.gather(1, _said(rows, text)[:, None])[:, 0]
+    return -said.clamp(min=_LEAST_CHANCE).log(), torch.special.entr(p).sum(-1)
 
 
 def distribution_shift(case: Case) -> Iterator[Finding]:
     """Is it better on what it was trained on?"""
     name = "unlike its training"
     if case.training is None:
-        yield Finding(name, None, "the answers that it was trained on are not here: training=FOLDER")
+        yield Finding(name, None, case.no_training)
         return
     there, here = case.training.accepted().double(), case.rows.accepted().double()
     error = float((there.var() / len(there) + here.var() / len(here)) ** 0.5)
@@ -270,7 +344,7 @@ def temperature_mismatch(case: Case) -> Iterator[Finding]:
     )
 
 
-def _chances(case: Case, text: Any) -> Tensor:
+def _chances(case: Case, text: Text) -> Tensor:
     """Σ min(p, q) at each row, by factor on the draft logits: (R, factors), float64."""
     p_logits, q_logits = case.rows.laws(text)
     p = (p_logits.double() / case.temperature).softmax(-1)

@@ -11,7 +11,8 @@ of the training, a law of another temperature. Prints all, and the first cause f
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from models.errors import UserError
 
 if TYPE_CHECKING:
     from engine.settings import DecodeSettings
-    from eval.causes import Finding
+    from eval.causes import Case, Finding
     from eval.drafted_rows import Text
     from models.target import Target
 
@@ -55,11 +56,8 @@ def job(config: DictConfig) -> None:
     training = _training_folder(options["training"], export.provenance, folder)
     target = load_target(**target_options(export, options["target"], folder))
     drafter = module.load(folder, target)
-    if not hasattr(drafter, "unroll"):
-        raise UserError(
-            f"{type(drafter).__name__} was not trained on laws: what it proposes is in the text or it is not. See its "
-            "acceptance by category (eval/acceptance.py)."
-        )
+    trained = (export.provenance.get("config") or {}).get("drafter") or {}
+    check_learnt(drafter, export.provenance)
     steps = options["num_speculative_tokens"] or export.num_speculative_tokens
     settings = DecodeSettings(options["max_new_tokens"], steps)
     check_settings(target, drafter, settings)
@@ -67,9 +65,13 @@ def job(config: DictConfig) -> None:
     contexts = _contexts(target, prompts)
     check_prompts(target, contexts)
     rows = Rows(target, drafter, answers(target, contexts, settings), steps)
-    known = Rows(target, drafter, _read(training, steps), steps) if training is not None else None
-    adapted = "adapted" in export.target
-    case = Case(target, drafter, rows, known, manifest, adapted, settings, float(options["temperature"]))
+    case = Case(
+        target, drafter, rows, None, manifest, "adapted" in export.target, settings, float(options["temperature"]),
+        learning=trained.get("training") or {},
+    )  # fmt: skip
+    if training is not None:
+        case = with_training(case, training)
+    known = case.training
     findings: list[Finding] = []
     with Progress("checks", 13) as progress:
         for finding in find(case):
@@ -81,6 +83,26 @@ def job(config: DictConfig) -> None:
     told = {"config": options, "findings": [asdict(f) for f in findings], "cause": found and found.cause}
     write_json(output, {**told, "provenance": provenance()})
     print(f"wrote {output}")
+
+
+def check_learnt(drafter: Any, provenance: dict[str, Any]) -> None:
+    """Raises UserError for a drafter that learnt no laws itself, with those in it that did, and where they are from."""
+    if hasattr(drafter, "unroll"):
+        return
+    name = type(drafter).__name__
+    inner = [f"{type(part).__name__} ({at})" for at, part in drafter.named_modules() if hasattr(part, "unroll")]
+    if not inner:
+        raise UserError(
+            f"{name} was not trained on laws: what it proposes is in the text or it is not. See its acceptance by "
+            "category (eval/acceptance.py)."
+        )
+    model = ((provenance.get("config") or {}).get("drafter") or {}).get("model") or {}
+    folders = [str(folder) for key, folder in model.items() if folder and (key == "export" or key.endswith("_export"))]
+    raise UserError(
+        f"{name} was not trained on laws itself, but holds what was: {', '.join(inner)}. Diagnose the export of that: "
+        + (" or ".join(f"export={folder}" for folder in folders) or "export=FOLDER of a run that trained it by itself")
+        + "."
+    )
 
 
 def _contexts(target: Target, prompts: list[Any]) -> list[list[int]]:
@@ -119,6 +141,23 @@ def _training_folder(given: str | None, provenance: dict[str, Any], export: Path
     told = provenance.get("config", {}).get("data", {}).get("folder") or "."
     places = [Path(told), export.resolve().parent.parent / "data"]
     return next((place / name for place in places if (place / name / "dataset").exists()), None)
+
+
+def with_training(case: Case, folder: Path) -> Case:
+    """The case with the training answers in `folder`, and how they were made; or why they cannot be looked at."""
+    from eval.drafted_rows import Rows
+
+    steps = case.rows.num_steps
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text()) if path.exists() else case.manifest or {}
+    if not (texts := _read(folder, steps)):
+        return replace(
+            case,
+            no_training=f"none of the answers in {folder} is long enough for a draft of {steps} tokens: "
+            "num_speculative_tokens=FEWER",
+        )
+    known = Rows(case.target, case.drafter, texts, steps)
+    return replace(case, training=known, answer_settings=manifest.get("settings", {}))
 
 
 def _read(folder: Path, steps: int) -> list[Text]:

@@ -99,6 +99,7 @@ class LightDrafter(DraftsTrees, Recomputing):
     """`layers` over fc([emb(x_{t+1}); f_t]); embedding and head are the target's, and frozen."""
 
     num_future = 1
+    feeds_back = True
 
     def __init__(self, target: Target, vocab: DraftVocab, layers: Sequence[LightLayer]) -> None:
         super().__init__()

@@ -62,6 +62,8 @@ class FeedbackDrafter(DraftsTrees, nn.Module):
         self.size = target.hidden_size
         self._embedding = (target.embedding,)  # in a tuple, so that it is neither trained nor saved with the drafter
 
+    feeds_back = True
+
     @property
     def packs(self) -> bool:
         """A window of several pairs would reach into the text before."""

@@ -163,6 +163,13 @@ def packs(drafter: object) -> bool:
     return bool(getattr(drafter, "packs", False))
 
 
+def feeds_back(drafter: object) -> bool:
+    """Whether each step of `unroll` reads the output of the one before, so that training on more steps teaches it to
+    (its `feeds_back`).
+    """
+    return bool(getattr(drafter, "feeds_back", False))
+
+
 class TrainableDrafter(Drafter, Protocol):
     """A drafter with something to learn. The engine needs none of this, and a drafter without weights has none."""
 

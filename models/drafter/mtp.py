@@ -64,6 +64,7 @@ class SequentialMTP(MultiTokenDrafter):
     """
 
     packs = True
+    feeds_back = True
 
     def __init__(
         self,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hydra
 import pytest
+from matplotlib import pyplot
+from matplotlib.container import BarContainer
 
 from conf.compose import ROOT, plain
 from eval.comparison import Compared, draw, latency_margin, markdown, notes, readiness_rows, table_rows
@@ -100,10 +103,59 @@ def test_a_target_of_its_own_is_told_of() -> None:
     assert "the original 'some'" in said and "1,200 tokens" in said and "0.0125 nats" in said and "50.0%" in said
 
 
-def test_markdown_and_picture(tmp_path: Path) -> None:
+def test_markdown() -> None:
     assert markdown([{"a": "1", "b": "x"}, {"a": "2", "b": "y"}]) == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2 | y |\n"
+
+
+@pytest.fixture
+def axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The three plots of the picture that was written."""
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
     draw([EAGLE, LOOKUP], tmp_path / "compare.png")
     assert (tmp_path / "compare.png").read_bytes()[1:4] == b"PNG"
+    figure = pyplot.gcf()
+    yield figure.axes
+    monkeypatch.undo()
+    pyplot.close(figure)
+
+
+def test_the_picture_has_a_bar_and_its_interval_for_every_result(axes: list[Any]) -> None:
+    """τ − 0.5 to τ + 0.25, for those that were measured; drafters from the top in the order given."""
+    left = axes[0]
+    assert left.get_xlabel() == "τ, tokens per target pass" and left.yaxis_inverted()
+    assert [text.get_text() for text in left.get_yticklabels()] == ["eagle", "prompt_lookup"]
+    expected = {
+        "chain, T = 0": [(0, 2.0), (1, 3.0)],
+        "tree, T = 0": [(0, 2.5)],
+        "chain, T = 1": [(0, 1.5), (1, 1.25)],
+        "tree, T = 1": [(0, 1.75)],
+    }
+    bars = [found for found in left.containers if isinstance(found, BarContainer)]
+    assert [found.get_label() for found in bars] == list(expected)
+    assert [text.get_text() for text in left.get_legend().get_texts()] == list(expected)
+    for index, (found, wanted) in enumerate(zip(bars, expected.values(), strict=True)):
+        middles = [bar.get_y() + bar.get_height() / 2 for bar in found]
+        assert middles == pytest.approx([place + 0.2 * (index - 1.5) for place, _ in wanted])
+        assert [bar.get_width() for bar in found] == [tau for _, tau in wanted]
+        (ends,) = found.errorbar.lines[2]
+        spans = [line[:, 0].tolist() for line in ends.get_segments()]
+        assert spans == [pytest.approx([tau - 0.5, tau + 0.25]) for _, tau in wanted]
+
+
+def test_the_picture_has_the_chains_at_the_lowest_temperature_by_position_and_by_size(axes: list[Any]) -> None:
+    _, middle, right = axes
+    assert middle.get_ylabel() == "accepted / tested, chain, T = 0"
+    assert [line.get_label() for line in middle.lines] == ["eagle", "prompt_lookup"]
+    for line in middle.lines:
+        assert line.get_xdata().tolist() == [1, 2]
+        assert line.get_ydata().tolist() == pytest.approx([0.7, float("nan")], nan_ok=True)
+    assert right.get_xscale() == "log" and right.get_ylabel() == "speed-up over plain decoding, chain, T = 0"
+    points = [found.get_offsets().tolist() for found in right.collections]
+    assert points == [[[1234567.0, 1.0]], [[1.0, 1.5]]]
+    assert [(text.get_text(), text.xy) for text in right.texts] == [
+        ("eagle", (1234567, 1.0)),
+        ("prompt_lookup", (1, 1.5)),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,17 @@ import pytest
 import torch
 
 from conf.compose import ROOT, plain
-from data.answers import AnswerSettings, describe
+from data.answers import AnswerSettings, build_answers, describe
+from data.prompts import Prompt
 from engine.loop import generate
 from engine.settings import DecodeSettings
-from eval.causes import Case, Finding, find
-from eval.diagnose import verdict
+from eval.causes import Case, Finding, another_target, at_least, engine_and_training, fed_back, find, training_text
+from eval.diagnose import check_learnt, verdict, with_training
 from eval.drafted_rows import Reading, Rows, Text, flipped, moved, other_layers, remapped, with_rope
 from models import tree
 from models.checkpoint import native
+from models.errors import UserError
+from models.sampling import SamplingParams
 from models.state_feedback import TreeRows
 from models.target import Target, load_target
 from models.vocab import DraftVocab
@@ -112,6 +115,42 @@ def test_another_target_and_another_template(target: Target, drafter: Any) -> No
         assert found.cause == name and "0" * 16 in found.evidence
 
 
+def test_an_adapted_target_is_said_to_be_in_the_export(target: Target, drafter: Any) -> None:
+    manifest = {**describe(target, [], AnswerSettings()), "weights": "the original's"}
+    case = replace(case_of(target, drafter, texts_of(target)), manifest=manifest, adapted=True)
+    (found,) = another_target(case)
+    assert found.fault is None and found.evidence.startswith("the export holds the target that was trained with it")
+    assert "does not say" in next(another_target(replace(case, manifest=None, adapted=False))).evidence
+
+
+def test_the_chance_of_so_many_is_the_binomial_tail() -> None:
+    assert at_least(0, 5, 0.02) == pytest.approx(1.0)
+    assert at_least(1, 10, 0.02) == pytest.approx(1 - 0.98**10)
+    assert at_least(3, 3, 0.02) == pytest.approx(8e-6)
+    assert at_least(4000, 4000, 0.02) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("compared", "other", "place"),
+    [
+        ([400, 100, 30, 10], [0, 1, 1, 1], None),  # near ties, few of them
+        ([400, 100, 30, 9], [8, 2, 2, 9], None),  # too few to say at the last
+        ([400, 100, 30, 10], [0, 0, 0, 10], 4),
+        ([400, 100, 30, 10], [0, 20, 30, 10], 2),
+        ([400, 100, 30, 10], [21, 0, 0, 0], None),  # 5.3% of 400: P(X >= 21) is 7e-5
+        ([400, 100, 30, 10], [22, 0, 0, 0], 1),  # 2e-5
+        ([4000, 0, 0, 0], [90, 0, 0, 0], None),  # 2.3%
+    ],
+)
+def test_a_near_tie_among_few_proposals_is_no_difference(
+    compared: list[int], other: list[int], place: int | None, target: Target, drafter: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(Rows, "by_engine", lambda self, settings: (compared, other))
+    (found,) = engine_and_training(case_of(target, drafter, []))
+    assert found.fault == (place is not None)
+    assert found.cause == "engine and training differ" + ("" if place is None else f" from position {place} on")
+
+
 def test_a_mask_that_hides_the_past_in_the_engine_alone(
     target: Target, drafter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +176,8 @@ def test_positions_that_do_not_go_on_in_the_engines_draft(
         return positions + 20, mask
 
     monkeypatch.setattr(TreeRows, "begin", displaced)
-    found = causes(case_of(target, drafter, texts_of(target)))[0]
+    case = replace(case_of(target, drafter, texts_of(target)), settings=DecodeSettings(NEW_TOKENS, K))
+    found = causes(case)[0]
     assert found.cause == "engine and training differ from position 2 on" and "fed back" in found.remedy
 
 
@@ -186,13 +226,140 @@ def test_outputs_that_are_lost_where_they_are_fed_back(
 ) -> None:
     """In training and in the engine alike."""
     monkeypatch.setattr(type(drafter), "feed_back", lambda self, hidden: torch.zeros_like(hidden) + 3.0)
-    assert causes(case_of(target, drafter, texts_of(target)))[0].cause == "own outputs from position 2 on"
+    case = case_of(target, drafter, texts_of(target))
+    found = causes(case)[0]
+    assert found.cause == "own outputs from position 2 on"
+    assert found.remedy.startswith("train it on as many steps of its own outputs as tokens are drafted")
+    (found,) = fed_back(replace(case, learning={"num_steps": 1}))
+    assert "drafter.training.num_steps was 1" in found.remedy and "up to 3" in found.remedy
+    (found,) = fed_back(replace(case, learning={"num_steps": K}))
+    assert found.remedy.startswith("it was trained on 3 steps of its own outputs: train for longer")
+
+
+READS_ITS_OUTPUT = {"eagle", "hass", "eagle_window", "eagle3", "conv", "experts", "linear_attention", "mtp",
+                    "mtp_hierarchical"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [*sorted(READS_ITS_OUTPUT), "medusa", "dflash", "mtp_parallel", "mtp_cascaded", "distilled_lm"]
+)
+def test_later_tokens_are_helped_by_what_the_training_has(
+    name: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
+        options = plain(hydra.compose("train", overrides=[f"+drafter={name}", "trainer=cpu"]))["drafter"]
+    drafter, learning = native.build(options["model"], target, DraftVocab(target.vocab_size)), options["training"]
+    poor = torch.tensor([[True, False, False]]).repeat(40, 1)
+    monkeypatch.setattr(Rows, "right", lambda self: poor)
+    case = replace(case_of(target, drafter, []), learning=learning)
+    (found,) = fed_back(case)
+    assert found.fault
+    if name in READS_ITS_OUTPUT:
+        assert found.cause == "own outputs from position 2 on" and " of its own outputs" in found.remedy
+    else:
+        assert found.cause == "tokens further ahead from position 2 on" and "num_steps" not in found.remedy
+        (key,) = {"position_decay", "weights"} & set(learning)
+        assert f"let later tokens weigh more (drafter.training.{key})" in found.remedy
+
+
+def test_heads_that_were_not_trained_are_called_so(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = native.build({"_target_": "models.drafter.medusa.MedusaDrafter"}, target, DraftVocab(target.vocab_size))
+    monkeypatch.setattr(Rows, "right", lambda self: torch.tensor([[True, False, False]]).repeat(40, 1))
+    (found,) = fed_back(replace(case_of(target, drafter, []), learning={"num_steps": 2, "position_decay": 0.8}))
+    assert found.remedy.startswith("drafter.training.num_steps was 2: what tells the tokens behind was not trained")
 
 
 def test_training_text_that_the_target_would_not_say(target: Target, drafter: Any) -> None:
     other = [Text(ids, 4) for ids in prompts([28] * 4, target.vocab_size, seed=5)]
     found = causes(case_of(target, drafter, texts_of(target), other))[0]
     assert found.cause == "training text" and "of the training answers' tokens" in found.evidence
+    assert "data.answers.answers=target" in found.remedy
+
+
+def sampled(target: Target, sampling: SamplingParams, count: int = 12) -> list[Text]:
+    start = prompts([4] * count, target.vocab_size, seed=9)
+    made = generate(target, start, DecodeSettings(50, sampling=sampling)).token_ids
+    return [Text(p + a, len(p)) for p, a in zip(start, made, strict=True)]
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(1.0), SamplingParams(0.7), SamplingParams(1.5, top_p=0.9)])
+def test_text_that_the_target_sampled_is_its_own(sampling: SamplingParams, target: Target, drafter: Any) -> None:
+    """Though much less than 80% of it is its first choice: it is as likely as the entropy of the laws says."""
+    case = case_of(target, drafter, [], sampled(target, sampling))
+    (greedy,) = training_text(case)
+    assert greedy.fault  # by the measure of first choices
+    settings = {"answers": "target", "temperature": sampling.temperature, "top_p": sampling.top_p}
+    (found,) = training_text(replace(case, answer_settings=settings))
+    assert found.fault is False and f"T = {sampling.temperature:g}" in found.evidence
+
+
+def test_sampled_text_of_another_is_not_the_targets(target: Target, drafter: Any) -> None:
+    """Of a hotter sampling, and of random tokens."""
+    settings = {"answers": "target", "temperature": 1.0, "top_p": 1.0}
+    other = [Text(ids, 4) for ids in prompts([28] * 12, target.vocab_size, seed=5)]
+    for texts in (sampled(target, SamplingParams(1.5)), other):
+        (found,) = training_text(replace(case_of(target, drafter, [], texts), answer_settings=settings))
+        assert found.fault and "data.generator=engine" in found.remedy
+
+
+def test_the_likelihood_and_entropy_are_those_of_a_loop(target: Target, drafter: Any) -> None:
+    (text,) = sampled(target, SamplingParams(1.0), 1)
+    settings = {"answers": "target", "temperature": 1.0, "top_p": 1.0}
+    (found,) = training_text(replace(case_of(target, drafter, [], [text]), answer_settings=settings))
+    logits = target.model(input_ids=torch.tensor([text.token_ids])).logits[0].detach().double()
+    surprise, entropy = [], []
+    for place in range(text.start, len(text.token_ids) - K + 1):
+        law = logits[place - 1].softmax(-1)
+        surprise.append(-float(law[text.token_ids[place]].log()))
+        entropy.append(-float((law * law.log()).sum()))
+    told = f"have {sum(surprise) / len(surprise):.2f} nats each by the target at T = 1, and what it samples has "
+    assert found.evidence == f"the training answers' tokens {told}{sum(entropy) / len(entropy):.2f}"
+
+
+def test_the_answers_own_manifest_says_how_they_were_made(target: Target, drafter: Any, tmp_path: Path) -> None:
+    asked = [Prompt(turns=(text,), continuation=True) for text in ("abcd", "bcda", "cdab", "dabc")]
+    case = case_of(target, drafter, texts_of(target))
+    build_answers(target, asked, AnswerSettings(temperature=1.5, max_new_tokens=40), tmp_path)
+    (folder,) = tmp_path.iterdir()
+    known = with_training(case, folder)
+    assert known.answer_settings["temperature"] == 1.5 and known.training is not None
+    assert len(known.training.texts) == 4
+    (found,) = training_text(known)
+    assert found.fault is False and "T = 1.5" in found.evidence
+
+
+def test_answers_that_are_shorter_than_a_draft_are_no_training_text(
+    target: Target, drafter: Any, tmp_path: Path
+) -> None:
+    asked = [Prompt(turns=("abcd",), continuation=True)]
+    build_answers(target, asked, AnswerSettings(max_new_tokens=K - 1), tmp_path)
+    (folder,) = tmp_path.iterdir()
+    case = with_training(case_of(target, drafter, texts_of(target)), folder)
+    assert case.training is None
+    told = [f for f in find(case) if f.cause in ("training text", "unlike its training")]
+    assert [f.fault for f in told] == [None, None]
+    assert all(f"none of the answers in {folder} is long enough for a draft of 3 tokens" in f.evidence for f in told)
+
+
+def test_of_a_drafter_around_others_the_inner_exports_are_named(target: Target) -> None:
+    vocab, neural = DraftVocab(target.vocab_size), {"_target_": "models.drafter.eagle.EagleDrafter"}
+    lookup = {"_target_": "models.drafter.prompt_lookup.PromptLookupDrafter"}
+    home = "models.drafter."
+    cascade = native.build(
+        {"_target_": home + "cascade.CascadeDrafter", "first": lookup, "second": neural}, target, vocab
+    )
+    config = {"drafter": {"model": {"first_export": None, "second_export": "outputs/mine/export"}}}
+    with pytest.raises(UserError, match=r"holds what was: EagleDrafter \(second\).*export=outputs/mine/export\.$"):
+        check_learnt(cascade, {"config": config})
+    hybrid = {"_target_": home + "hybrid.HybridDrafter", "neural": neural}
+    lengths = {"_target_": home + "draft_length.DraftLengthDrafter", "neural": neural}
+    structured = {"_target_": home + "structured.StructuredDrafter", "grammar": "json", "neural": neural}
+    for model in (hybrid, lengths, structured):
+        with pytest.raises(UserError, match=r"EagleDrafter \(neural\).*a run that trained it by itself"):
+            check_learnt(native.build(model, target, vocab), {})
+    with pytest.raises(UserError, match="in the text or it is not"):
+        check_learnt(native.build(lookup, target, vocab), {})
+    check_learnt(native.build(neural, target, vocab), {})
 
 
 def test_prompts_unlike_those_of_the_training(target: Target, tmp_path: Path) -> None:

@@ -321,9 +321,24 @@ def test_a_resumed_run_has_the_curriculum_and_weights_of_an_undisturbed_one(targ
 
 
 def test_epochs_are_those_of_the_answers(target: Target) -> None:
+    """Five answers in batches of two: an epoch is 2.5 of them, whatever a step is."""
+    start = prompts([3, 5, 4, 2, 6], 20)
+    rows = [{"token_ids": p + [7] * 12, "loss_mask": [0] * len(p) + [1] * 12} for p in start]
+    batches = StepBatches(datasets.Dataset.from_list(rows), 2, 32, seed=0)
     module = module_of("sequential", target, curriculum={"by": "epochs"})
-    module._batches_per_epoch = 2.5
-    assert [module.curriculum.num_steps(0, int(step / 2.5)) for step in (0, 2, 3, 5, 9)] == [1, 1, 2, 3, 3]
+    assert [float(module.training_losses(batches[0], step)["num_steps"]) for step in (0, 9)] == [1, 1]  # not known yet
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_steps=1, max_epochs=-1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        accumulate_grad_batches=2,
+    )  # fmt: skip
+    trainer.fit(module, step_loader(batches, 0, 2))
+    counts = [float(module.training_losses(batches[0], step)["num_steps"]) for step in (0, 2, 3, 4, 5, 9)]
+    assert counts == [1, 1, 2, 2, 3, 3]
+    by_steps = module_of("sequential", target, curriculum={"by": "steps", "every": 2})
+    by_steps._batches_per_step = 2
+    counts = [float(by_steps.training_losses(batches[0], batch)["num_steps"]) for batch in (0, 3, 4, 7, 8, 99)]
+    assert counts == [1, 1, 2, 2, 3, 3]
 
 
 def test_senseless_settings_are_refused(target: Target) -> None:
