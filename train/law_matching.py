@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from data.loader import Batch
-from models.errors import UserError
 from models.target import Target
-from models.types import max_depth
 from train.divergences import Divergence, agreement
 from train.losses import chunked_loss, law_loss
 from train.processes import share
-from train.regime import Regime, check_counts
+from train.regime import Regime, check_counts, check_depth
 
 
 class LawMatching(Regime):
@@ -46,11 +44,7 @@ class LawMatching(Regime):
     ) -> None:
         super().__init__(drafter, target, **optimization)
         check_counts(num_steps=num_steps, chunk_rows=chunk_rows)
-        deepest = max_depth(drafter)
-        if deepest is not None and num_steps > deepest:
-            raise UserError(
-                f"drafter.training.num_steps is {num_steps}, but the drafter looks {deepest} tokens ahead only."
-            )
+        check_depth(drafter, num_steps)
         self.divergence = Divergence(losses, temperature, lk_eta)
         self.num_steps, self.position_decay, self.chunk_rows = num_steps, position_decay, chunk_rows
         self.skip_unproposable = skip_unproposable and drafter.vocab.reduced
