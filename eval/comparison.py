@@ -19,6 +19,7 @@ from eval.provenance import provenance
 from eval.readiness import readiness
 from models.files import replacing, write_json, write_text
 from models.target import Target
+from models.types import max_depth
 
 Row = dict[str, str]
 
@@ -59,14 +60,19 @@ def describe_drafter(
     contexts = [context_ids(target, prompt) for prompt in prompts]
     answers = generate(target, contexts, settings).token_ids
     texts = [(context + answer, len(context)) for context, answer in zip(contexts, answers, strict=True)]
-    found = readiness(target, drafter, texts)
-    own = sum(p.numel() * p.element_size() for p in drafter.parameters())
-    whole = sum(p.numel() * p.element_size() for p in target.model.parameters())
+    deepest = min(settings.depth, max_depth(drafter) or settings.depth)
+    found = readiness(target, drafter, texts, deepest)
     return {
         "parameters": sum(p.numel() for p in drafter.parameters()),
-        "memory_share": own / whole,
+        "memory_share": _held_bytes(drafter) / _held_bytes(target.model),
         "readiness": None if found is None else asdict(found),
     }
+
+
+def _held_bytes(module: Any) -> int:
+    """Of parameters and of buffers, where counts and int8 weights are; each tensor once."""
+    held = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
 
 
 def latency_margin(result: dict[str, Any]) -> float | None:
@@ -121,6 +127,8 @@ def readiness_rows(compared: list[Compared]) -> list[Row]:
                 "top-10 coverage": _shown(ready.get("top10_coverage"), "{:.1%}"),
                 "entropy ratio": _shown(ready.get("entropy_ratio"), "{:.2f}"),
                 "KL, nats": _shown(ready.get("kl"), "{:.2f}"),
+                "mass in draft vocabulary": _shown(ready.get("ceiling"), "{:.1%}"),
+                "τ if q = p there": _shown(ready.get("ceiling_block_efficiency"), "{:.2f}"),
                 "latency margin": _shown(None if first is None else latency_margin(first), "{:.1f}"),
                 "memory share": f"{c.about['memory_share']:.1%}",
             }
@@ -129,9 +137,14 @@ def readiness_rows(compared: list[Compared]) -> list[Row]:
 
 
 def notes(compared: list[Compared]) -> list[str]:
-    """What must be said of drafters whose target was trained together with them, and of those that draft no trees."""
+    """What must be said: of targets trained with drafters, of unequal settings, and of who drafts no trees."""
     found = [(c.name, report({"adapted": c.about["adapted"]})) for c in compared if c.about.get("adapted")]
     told = [f"{name}: {said}" for name, said in found]
+    told += [
+        f"{c.name}: not on the same terms as the others, for it alone had {', '.join(c.about['unequal'])}."
+        for c in compared
+        if c.about.get("unequal")
+    ]
     without = [c.name for c in compared if c.results and all(result["tree"] is None for result in c.results)]
     if without and any(result["tree"] is not None for c in compared for result in c.results):
         told.append(f"Chains alone, for they draft no trees: {', '.join(without)}.")

@@ -28,10 +28,15 @@ class Readiness:
     entropy_ratio: float  # entropy of the draft's law over that of the target's
     kl: float  # KL(target ‖ draft), nats
     positions: int
+    ceiling: float  # the target's mass inside the draft vocabulary: no α can be above it
+    ceiling_block_efficiency: float  # τ with q = p there, of chains of num_speculative_tokens
+    num_speculative_tokens: int
 
 
 @torch.inference_mode()
-def readiness(target: Target, drafter: Any, texts: list[tuple[list[int], int]]) -> Readiness | None:
+def readiness(
+    target: Target, drafter: Any, texts: list[tuple[list[int], int]], num_speculative_tokens: int
+) -> Readiness | None:
     """Compare first laws on `texts`, each token ids and the length of the prompt in front of the answer.
 
     None for a drafter that says no laws in training (look-up), or texts too short to have a position.
@@ -43,9 +48,11 @@ def readiness(target: Target, drafter: Any, texts: list[tuple[list[int], int]]) 
     frequent = drafter.vocab.to_draft(torch.tensor([token for token, _ in said.most_common(_FREQUENT)]))
     proposable = drafter.vocab.to_target(torch.arange(drafter.vocab.size, device=target.device))
     rows: list[Tensor] = []
+    masses: list[Tensor] = []
     for text in made.texts:
         p_logits, q_logits = made.laws(text)
         log_p, log_q = p_logits[:, proposable].log_softmax(-1), q_logits.log_softmax(-1)
+        masses.append(p_logits.double().softmax(-1)[:, proposable].sum(-1))
         rows.append(_compared(log_p, log_q, frequent.to(log_p.device)))
     total = torch.cat(rows).double()
     if not len(total):
@@ -57,7 +64,24 @@ def readiness(target: Target, drafter: Any, texts: list[tuple[list[int], int]]) 
         q_entropy / p_entropy,
         kl / len(total),
         len(total),
+        float(torch.cat(masses).mean()),
+        ceiling_block_efficiency(masses, num_speculative_tokens),
+        num_speculative_tokens,
     )
+
+
+def ceiling_block_efficiency(masses: list[Tensor], num_speculative_tokens: int) -> float:
+    """τ where q is p, renormalised over a draft vocabulary that holds `masses` (R,) of p at the tokens of each text.
+
+    Such a token is accepted with the mass m: τ = 1 + Σ_i E[m_t ··· m_{t+i−1}], the mean over all i tokens in a row. No
+    more are counted than a text has.
+    """
+    found = 1.0
+    for length in range(1, num_speculative_tokens + 1):
+        runs = torch.cat([m.unfold(0, length, 1).prod(-1) for m in masses if len(m) >= length] or [torch.zeros(0)])
+        if len(runs):
+            found += float(runs.mean())
+    return found
 
 
 def _compared(log_p: Tensor, log_q: Tensor, frequent: Tensor) -> Tensor:

@@ -158,6 +158,15 @@ def max_depth(drafter: object) -> int | None:
     return found
 
 
+def own_steps(drafter: object) -> int:
+    """How many steps of `unroll` have parameters of their own (its `own_steps`): all of a head each, else the first.
+
+    What is trained for fewer leaves some as they began, and they draft all the same.
+    """
+    found: int = getattr(drafter, "own_steps", max_depth(drafter) or 1)
+    return found
+
+
 def packs(drafter: object) -> bool:
     """Whether `unroll` goes by the segments of its features, so that several texts may share a row (its `packs`)."""
     return bool(getattr(drafter, "packs", False))

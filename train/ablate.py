@@ -79,6 +79,7 @@ def job(config: DictConfig) -> None:
     folder /= options["run_name"] or f"ablate-{ablation.name}-{first['target']['source']}"
     data = Path(options["data"]["folder"])
     runs = [(seed, arm) for seed in options["seeds"] for arm in ablation.arms if ablation.run_of(arm) == arm]
+    subruns.check_begun(folder, [f"{arm}-{seed}" for seed, arm in runs], options["minutes"], "minutes")
     for seed, arm in runs:
         if arm not in ablation.measured:
             subruns.check_measured(folder / f"{arm}-{seed}", asked[arm]["measure"])

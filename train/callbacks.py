@@ -171,6 +171,8 @@ class TrainingRecord(lightning.Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, *args: Any
     ) -> None:
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)  # what the batch has started is still under way
         self._seconds += time.perf_counter() - self._started
         self._tokens += int(batch.lengths.sum())
 

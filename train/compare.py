@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from models.target import Target
 
 _OWN = ("drafter.", "fit.", "trainer.", "draft_vocab_size=", "init_from=", "source_format=")  # of one drafter alone
+_UNEQUAL = ("draft_vocab_size=", "init_from=", "drafter.model.name_or_path=")  # allowed, and told of
 _WIDTH = "drafter.model.intermediate_size="
 _OURS = ("compare.", "run_name=", "output_root=")  # settings that are not handed on
 
@@ -36,6 +37,7 @@ def job(config: DictConfig) -> None:
     shared = subruns.handed_on(_OURS)
     check(options, shared)
     folder = Path(options["output_root"]) / (options["run_name"] or f"compare-{options['target']['source']}")
+    subruns.check_begun(folder, wanted["drafters"], wanted["minutes"], "compare.minutes")
     for name in wanted["drafters"]:
         subruns.check_measured(folder / name, options["measure"])
     settings = {name: [*shared, *_own(wanted, name)] for name in wanted["drafters"]}
@@ -50,7 +52,11 @@ def job(config: DictConfig) -> None:
     from train.pipeline import open_target
 
     target = open_target(options)
-    compared = [Compared(name, *_measured(options, target, folder / name)) for name in wanted["drafters"]]
+    compared = []
+    for name in wanted["drafters"]:
+        results, about = _measured(options, target, folder / name)
+        unequal = [o for o in _own(wanted, name) if o.lstrip("+").startswith(_UNEQUAL)]
+        compared.append(Compared(name, results, {**about, "unequal": unequal}))
     write(compared, target, folder, options)
 
 
@@ -71,17 +77,44 @@ def check(options: dict[str, Any], shared: list[str]) -> None:
     for name in wanted["drafters"]:
         own = _own(wanted, name)
         if not isinstance(own, list) or not all(isinstance(o, str) for o in own):
-            raise UserError(f"compare.overrides.{name} is {own!r}: give a list of settings, as ['fit.batch_size=8'].")
+            raise UserError(
+                f"compare.overrides.{name} is {own!r}: give a list of settings, as ['drafter.training.lr=3e-4']."
+            )
         explain_overrides("train", [f"+drafter={name}", *shared, *own])
         if unfair := [o for o in own if not o.lstrip("+~").startswith(_OWN)]:
             raise UserError(
                 f"compare.overrides.{name} has {', '.join(unfair)}, which must be the same for all: give it by itself."
             )
+        _check_budget(wanted, name, shared)
         if wanted["equal_to"] not in (None, name) and any(o.startswith(_WIDTH) for o in own):
             raise UserError(f"compare.overrides.{name} has {_WIDTH}…, which compare.equal_to is to find: drop one.")
     from train.settings import measured_settings
 
     measured_settings({**options, "decode": {**options["decode"], "tree": wanted["tree"]}}, 0.0)
+
+
+def _check_budget(wanted: dict[str, Any], name: str, shared: list[str]) -> None:
+    """Refuse a budget of one drafter's own. Raises UserError that names the settings that make it one."""
+    own = _own(wanted, name)
+    if steps := [o for o in own if o.lstrip("+~").startswith("fit.max_steps")]:
+        raise UserError(
+            f"compare.overrides.{name} has {', '.join(steps)}, a budget of its own: give it by itself, for all."
+        )
+    if not own or wanted["minutes"] is not None:
+        return
+    usual = _texts_per_step([f"+drafter={name}", *shared])
+    its = _texts_per_step([f"+drafter={name}", *shared, *own])
+    if its != usual:
+        raise UserError(
+            f"compare.overrides.{name} lets each of its steps train on {its} texts, and others on {usual}: give "
+            f"fit.batch_size and trainer.accumulate_grad_batches whose product is {usual}, or compare.minutes as the "
+            "budget."
+        )
+
+
+def _texts_per_step(overrides: list[str]) -> Any:
+    run = composed("train", overrides)
+    return run["fit"]["batch_size"] * run["trainer"]["accumulate_grad_batches"]
 
 
 def _equal_sizes(options: dict[str, Any], settings: dict[str, list[str]]) -> dict[str, list[str]]:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -87,6 +88,25 @@ class ByAcceptance(Curriculum):
             self.current += 1
             self.best.zero_()
             self.stalls.zero_()
+
+
+def check_reach(curriculum: Mapping[str, Any], num_steps: int, max_steps: int, evaluate_every: int) -> None:
+    """Refuse a curriculum by acceptance that a training has too few measurements for to reach `num_steps`.
+
+    With each number of tokens the first measurement is the one to be beaten, and `patience` more must not do so; the
+    one behind the last step comes too late. Raises UserError that says what to set.
+    """
+    if curriculum.get("by") != "acceptance":
+        return
+    first, patience = curriculum.get("first", 1), curriculum.get("patience", 2)
+    asked, found = (num_steps - first) * (1 + patience), (max_steps - 1) // evaluate_every
+    if found < asked:
+        raise UserError(
+            f"drafter.training.curriculum.by=acceptance goes from {first} to {num_steps} tokens ahead by {asked} "
+            f"measurements at least, and there are {found} before the last of {max_steps} steps: set "
+            f"fit.evaluate_every={max(1, (max_steps - 1) // asked)} or less, or "
+            f"fit.max_steps={asked * evaluate_every + 1} or more, or a smaller drafter.training.curriculum.patience."
+        )
 
 
 def make_curriculum(

@@ -42,8 +42,8 @@ class Distillation(LawMatching):
 
     On policy (2306.13649): every `refresh_every` steps the drafter continues the prompts of that step's batch, drawing
     at `on_policy_temperature`; up to the next time a row of a batch is one of these with the chance `on_policy_ratio`.
-    They are a part of checkpoints. No gradient flows through the drawing, and cross_entropy leaves them out, since
-    the target did not say them.
+    They are a part of checkpoints. No gradient flows through the drawing, and cross_entropy is a mean over the other
+    rows, since the target did not say these.
 
     Attention: `w_attention` times Σ_j KL(A_j ‖ a_j) in the same rows, where a_j is the attention of layer j of the
     draft model and A_j that of the target's layer that it is mapped to (2004.02984 has pairs of heads). Here they are

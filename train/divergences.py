@@ -52,6 +52,11 @@ class Divergence:
         self._temperature, self._lk_eta = temperature, lk_eta
 
     @property
+    def reads_labels(self) -> bool:
+        """Whether what the target said is looked at."""
+        return "cross_entropy" in self._weights
+
+    @property
     def reads_target(self) -> bool:
         """Whether the target's law is looked at, beside what it said."""
         return self._weights.keys() != {"cross_entropy"}
@@ -63,17 +68,26 @@ class Divergence:
         """
         return self.compared(draft_logits, target_logits, labels)[0]
 
-    def compared(self, draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same (M,), and the draft law q and the target's p (M, Vd), which have no gradients."""
+    def compared(
+        self, draft_logits: Tensor, target_logits: Tensor, labels: Tensor, label_weight: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same (M,), and the draft law q and the target's p (M, Vd), which have no gradients.
+
+        With `label_weight`, cross_entropy counts so many times as much: a mean over M rows of which some have no label
+        is then one over those that have.
+        """
+        weights = self._weights
+        if label_weight != 1 and self.reads_labels:
+            weights = {**weights, "cross_entropy": label_weight * weights["cross_entropy"]}
         dtype = torch.promote_types(draft_logits.dtype, torch.float32)
         draft, target = draft_logits.to(dtype), target_logits.to(dtype)
-        if self._temperature == 1 and self._weights.keys() <= _CrossEntropies.NAMES:
-            return _CrossEntropies.apply(draft, target, labels, self._weights)
+        if self._temperature == 1 and weights.keys() <= _CrossEntropies.NAMES:
+            return _CrossEntropies.apply(draft, target, labels, weights)
         log_q, log_p = draft.log_softmax(-1), target.log_softmax(-1)
         t = self._temperature
         warm_q, warm_p = (log_q, log_p) if t == 1 else ((draft / t).log_softmax(-1), (target / t).log_softmax(-1))
         total = log_q.new_zeros(len(log_q))
-        for name, weight in self._weights.items():
+        for name, weight in weights.items():
             if name == "cross_entropy":
                 found = torch.where(labels >= 0, -log_q.gather(-1, labels.clamp(min=0)[:, None])[:, 0], 0.0)
             elif name in _TEMPERED:

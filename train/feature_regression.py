@@ -18,7 +18,7 @@ from train.divergences import Divergence, agreement
 from train.least_squares import check_start, moments, ridge
 from train.losses import chunked_loss, law_loss, regression, top_k_cross_entropy
 from train.processes import drawn_for_all, share
-from train.regime import Regime, check_counts
+from train.regime import Regime, check_counts, check_depth
 
 _SOFT = Divergence({"soft_cross_entropy": 1.0})
 
@@ -68,6 +68,7 @@ class FeatureRegression(Regime):
         if regression not in ("mse", "smooth_l1"):
             raise UserError(f"drafter.training.regression is {regression!r}: choose mse or smooth_l1.")
         check_counts(num_steps=num_steps, chunk_rows=chunk_rows, top_k=top_k)
+        check_depth(drafter, num_steps)
         self.regression, self.w_reg, self.w_cls = regression, w_reg, w_cls
         self.w_top_k, self.top_k = w_top_k, top_k
         self.noise, self.num_steps, self.position_decay = noise, num_steps, position_decay

@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 
 from data.loader import Batch
-from models.errors import UserError
 from models.target import Target
-from models.types import max_depth
 from train.divergences import Divergence, agreement
 from train.losses import chunked_loss, law_loss
 from train.processes import share
-from train.regime import Regime, check_counts
+from train.regime import Regime, check_counts, check_depth
 
 
 class LawMatching(Regime):
     """Σ_s position_decay^s · D(p, q_s) over the steps of `unroll`, each a mean over supervised positions.
 
     Row t of step s tells a law of x_{t+2+s}. It is compared with the target's over the draft vocabulary, renormalised,
-    where that token is one the target said. `losses` names the divergences and their weights (`train.divergences`).
+    where that token is one the target said. `losses` names the divergences and their weights (`train.divergences`). The
+    mean of cross_entropy is over those tokens that have a label (`law_losses`).
     With `skip_unproposable`, positions where the target's first choice is outside the draft vocabulary are no longer
     among the supervised ones, as EAGLE-3 has it (2503.01840).
     """
@@ -46,11 +45,7 @@ class LawMatching(Regime):
     ) -> None:
         super().__init__(drafter, target, **optimization)
         check_counts(num_steps=num_steps, chunk_rows=chunk_rows)
-        deepest = max_depth(drafter)
-        if deepest is not None and num_steps > deepest:
-            raise UserError(
-                f"drafter.training.num_steps is {num_steps}, but the drafter looks {deepest} tokens ahead only."
-            )
+        check_depth(drafter, num_steps)
         self.divergence = Divergence(losses, temperature, lk_eta)
         self.num_steps, self.position_decay, self.chunk_rows = num_steps, position_decay, chunk_rows
         self.skip_unproposable = skip_unproposable and drafter.vocab.reduced
@@ -90,8 +85,10 @@ class LawMatching(Regime):
         rows = hidden[:, : supervised.shape[1]][supervised]  # (M, D)
         true = states[:, ahead + 1 : ahead + 1 + supervised.shape[1]][supervised]
         said = labels[:, ahead + 2 :][supervised]
-        loss, counted = self._matched(rows, true, said, ahead)
-        count = share(len(rows))
+        count, weight = share(len(rows)), 1.0
+        if self.divergence.reads_labels:
+            weight = count / share(int((said >= 0).sum()))
+        loss, counted = self._matched(rows, true, said, ahead, weight)
         name = "" if ahead == 0 else f"_{ahead}"
         parts = {f"divergence{name}": loss.detach() / count}
         parts[f"acceptance{name}"], parts[f"top1_agreement{name}"] = counted / count
@@ -108,7 +105,9 @@ class LawMatching(Regime):
         known = self.drafter.vocab.to_draft(self.first_choices(before)) >= 0
         return supervised.masked_scatter(supervised.clone(), known)
 
-    def _matched(self, rows: Tensor, true: Tensor, labels: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
+    def _matched(
+        self, rows: Tensor, true: Tensor, labels: Tensor, ahead: int, label_weight: float
+    ) -> tuple[Tensor, Tensor]:
         """Sum of the rows' divergences, and sums (2,) of their chance of acceptance and agreement of first choices."""
         counted = torch.zeros(2, device=rows.device)  # in float32: bfloat16 cannot count beyond 256
 
@@ -118,7 +117,7 @@ class LawMatching(Regime):
             said = labels[which]
 
             def compare(draft_logits: Tensor, part: slice) -> Tensor:
-                found, q, p = self.divergence.compared(draft_logits, target_logits[part], said[part])
+                found, q, p = self.divergence.compared(draft_logits, target_logits[part], said[part], label_weight)
                 with torch.no_grad():
                     counted[0] += torch.minimum(q, p).sum()
                     counted[1] += agreement(q, p).sum()

@@ -22,7 +22,7 @@ from data.shards import spread
 from engine.stats import DecodingStats
 from models.errors import UserError
 from models.target import Target
-from models.types import TargetFeatures
+from models.types import TargetFeatures, max_depth, own_steps
 from train.backbone import backbone_of
 from train.losses import chunked_loss
 from train.processes import count, means, share
@@ -348,6 +348,20 @@ def over_all(losses: dict[str, Tensor]) -> dict[str, Tensor]:
     device, dtype = losses["loss"].device, torch.promote_types(losses["loss"].dtype, torch.float32)
     found = means([value.detach().to(device, dtype) for value in losses.values()])
     return dict(zip(losses, cast(list[Tensor], found), strict=True))
+
+
+def check_depth(drafter: Any, num_steps: int) -> None:
+    """Raise UserError for more steps than a drafter looks ahead, and for fewer than have parameters of their own."""
+    deepest, own = max_depth(drafter), own_steps(drafter)
+    if deepest is not None and num_steps > deepest:
+        raise UserError(
+            f"drafter.training.num_steps is {num_steps}, but the drafter looks {deepest} tokens ahead only."
+        )
+    if num_steps < own:
+        raise UserError(
+            f"drafter.training.num_steps is {num_steps}, but {own} tokens ahead have weights of their own, and those "
+            f"of the last {own - num_steps} would draft as they began: set it to {own} or more, or build fewer of them."
+        )
 
 
 def check_counts(**counts: int) -> None:

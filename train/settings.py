@@ -23,6 +23,7 @@ from models.errors import UserError
 from models.files import flat, write_text
 from models.tree import StaticTree
 from train.backbone import backbone_of
+from train.curriculum import check_reach
 
 Options = dict[str, Any]
 _FOLDER = "name_or_path"  # by which a drafter reads a Hugging Face folder
@@ -200,6 +201,9 @@ def check(options: Options) -> None:
             "drafter.training.backbone.by=full trains the target's head, of which a drafter with fewer tokens has a "
             "copy: set draft_vocab_size=null."
         )
+    training = options["drafter"]["training"] or {}
+    if "curriculum" in training:
+        check_reach(training["curriculum"], training["num_steps"], fit["max_steps"], fit["evaluate_every"])
     if options["export"]["formats"] and not backbone.frozen and backbone.export == "separate":
         raise UserError(
             "export.formats needs a whole target beside the drafter: use drafter.training.backbone.export=merged."

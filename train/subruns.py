@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 _PROBE_STEPS = 12
+_BUDGETS = "budgets.json"
 
 
 def handed_on(ours: tuple[str, ...]) -> list[str]:
@@ -65,13 +67,44 @@ def finished(command: list[str]) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
+def check_begun(folder: Path, run_names: Iterable[str], minutes: float | None, name: str) -> None:
+    """Refuse other minutes than those that a run has begun with: it would keep them beside runs of these.
+
+    Raises UserError that names the first such run, and in which the minutes are called `name`.
+    """
+    began = _began_with(folder)
+    for run_name in run_names:
+        path, before = folder / run_name / "config.json", began.get(run_name)
+        if before == minutes or not path.exists():
+            continue
+        if json.loads(path.read_text())["config"]["drafter"]["training"] is not None:
+            was, now = ("null" if m is None else m for m in (before, minutes))
+            raise UserError(
+                f"{str(folder / run_name)!r} has begun with {name}={was}, which {now} would not change: give {name} as "
+                "it was, or another run_name."
+            )
+
+
+def _began_with(folder: Path) -> dict[str, float | None]:
+    """The minutes of training that runs have begun with, by their names."""
+    path = folder / _BUDGETS
+    found: dict[str, float | None] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
 def budget(
     minutes: float | None, drafter: str, overrides: list[str], folder: Path, run_name: str, data: Path
 ) -> list[str]:
     """The setting that lets a drafter train for `minutes`, by the pace of a short run of its own; nothing for null.
 
-    A run that has begun keeps the number of steps that it began with.
+    A run that has begun keeps the number of steps that it began with; `check_begun` says whether it may go on. The
+    minutes are recorded in `folder`.
     """
+    from models.files import write_json
+
+    began = _began_with(folder)
+    if began.get(run_name) != minutes:
+        write_json(folder / _BUDGETS, {**began, run_name: minutes})
     if minutes is None:
         return []
     begun = folder / run_name / "config.json"

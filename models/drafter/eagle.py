@@ -48,6 +48,7 @@ class EagleDrafter(FeedbackDrafter):
         size = target.hidden_size
         self.fc = nn.Linear(2 * feature_window * size, size, bias=fc_bias)
         self.stack = DecoderStack(self.config, first_input_norm=False)
+        self.own_steps = num_future
         self.further = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(num_future - 1))
         self.head = target.head.rows(vocab.token_ids)  # the target's own
         self._settle(target)

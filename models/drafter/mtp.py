@@ -84,6 +84,7 @@ class SequentialMTP(MultiTokenDrafter):
         self._final_norm = (_final_norm(target),) if before_norm else ()  # in a tuple: the target's, and frozen
         if num_blocks < 1:
             raise UserError(f"drafter.model.num_blocks is {num_blocks}: it must be at least 1.")
+        self.own_steps = num_blocks
         self.blocks = nn.ModuleList(MTPBlock(config, index) for index in range(num_blocks))
         self.settle(target)
 

@@ -12,8 +12,22 @@ from matplotlib import pyplot
 from matplotlib.container import BarContainer
 
 from conf.compose import ROOT, plain
-from eval.comparison import Compared, draw, latency_margin, markdown, notes, readiness_rows, table_rows
+from data.prompts import Prompt
+from engine.settings import DecodeSettings
+from eval.comparison import (
+    Compared,
+    describe_drafter,
+    draw,
+    latency_margin,
+    markdown,
+    notes,
+    readiness_rows,
+    table_rows,
+)
+from models.checkpoint import native
 from models.errors import UserError
+from models.target import Target
+from models.vocab import DraftVocab
 from train.compare import check
 
 
@@ -29,7 +43,10 @@ def result(temperature: float, tau: float, tree: bool = False, **changes: Any) -
     } | changes  # fmt: skip
 
 
-READY = {"top1_agreement": 0.5, "top10_coverage": 0.75, "entropy_ratio": 1.5, "kl": 0.25, "positions": 9}
+READY = {
+    "top1_agreement": 0.5, "top10_coverage": 0.75, "entropy_ratio": 1.5, "kl": 0.25, "positions": 9, "ceiling": 0.875,
+    "ceiling_block_efficiency": 3.14159, "num_speculative_tokens": 4,
+}  # fmt: skip
 EAGLE = Compared(
     "eagle",
     [result(0.0, 2.0), result(1.0, 1.5), result(0.0, 2.5, True), result(1.0, 1.75, True)],
@@ -56,7 +73,28 @@ def test_the_table_has_the_best_first_and_nothing_where_nothing_was_measured() -
 def test_readiness_is_shown_where_there_is_any() -> None:
     eagle, lookup = readiness_rows([EAGLE, LOOKUP])
     assert eagle["top-1 agreement, frequent"] == "50.0%" and eagle["memory share"] == "12.5%"
-    assert lookup["KL, nats"] == "–"
+    assert eagle["mass in draft vocabulary"] == "87.5%" and eagle["τ if q = p there"] == "3.14"
+    assert lookup["KL, nats"] == lookup["τ if q = p there"] == "–"
+
+
+def test_the_memory_share_is_of_all_that_is_held(tiny: Target) -> None:
+    """Of counts, which are buffers, as well; of a weight that has two names, once."""
+    asked, settings = [Prompt(("import os",), continuation=True)], DecodeSettings(6, 2)
+    whole = sum(t.numel() * t.element_size() for t in (*tiny.model.parameters(), *tiny.model.buffers()))
+    suffix = native.build({"_target_": "models.drafter.suffix.SuffixDrafter"}, tiny, DraftVocab(tiny.vocab_size))
+    suffix.count([[1, 2, 3, 1, 2]])
+    numbers = sum(t.numel() for t in suffix.buffers())
+    about = describe_drafter(tiny, suffix, asked, settings)
+    assert about["memory_share"] == pytest.approx(4 * numbers / whole) and numbers > 20
+    assert (about["parameters"], about["readiness"]) == (0, None)
+    medusa = {"_target_": "models.drafter.medusa.MedusaDrafter", "num_heads": 1, "unembedding": "shared"}
+    twice = native.build(medusa, tiny, DraftVocab(tiny.vocab_size))
+    own = sum(t.numel() for t in twice.parameters())
+    twice.again = next(twice.parameters())
+    about = describe_drafter(tiny, twice, asked, settings)
+    assert about["memory_share"] == pytest.approx(4 * own / whole) and about["parameters"] == own
+    found = about["readiness"]
+    assert (found["ceiling"], found["ceiling_block_efficiency"]) == (pytest.approx(1), pytest.approx(2))  # one head
 
 
 def test_the_latency_margin_is_that_of_the_literature() -> None:
@@ -179,6 +217,10 @@ def test_the_picture_has_the_chains_at_the_lowest_temperature_by_position_and_by
         (["+compare.overrides.eagle='drafter.training.lr=1'"], "give a list of settings"),
         (["+compare.overrides.eagle=['drafter.training.lrr=1']"], "Did you mean 'drafter.training.lr'"),
         (["compare.tree.top_k=0"], "top_k"),
+        (["+compare.overrides.eagle=['fit.max_steps=5']"], "overrides.eagle has fit.max_steps=5, a budget of its own"),
+        (["compare.minutes=1", "+compare.overrides.eagle=['fit.max_steps=5']"], "a budget of its own"),
+        (["+compare.overrides.eagle=['fit.batch_size=8']"], "each of its steps train on 8 texts, and others on 16"),
+        (["+compare.overrides.eagle=['trainer.accumulate_grad_batches=3']"], "on 48 texts, and others on 16"),
         (["decode.verification=block"], "for chains"),
     ],
 )
@@ -187,3 +229,27 @@ def test_what_cannot_be_compared_is_refused_before_the_long_work(overrides: list
         options = plain(hydra.compose("compare", overrides=overrides))
     with pytest.raises(UserError, match=said):
         check(options, [o for o in overrides if "compare." not in o])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["compare.minutes=1", "+compare.overrides.eagle=['fit.batch_size=8']"],
+        ["fit.batch_size=48", "+compare.overrides.eagle=['fit.batch_size=16','trainer.accumulate_grad_batches=3']"],
+        ["fit.batch_size=4", "+compare.overrides.eagle=['fit.batch_size=4']"],
+    ],
+)
+def test_batches_of_another_size_are_taken_where_the_budget_stays_the_same(overrides: list[str]) -> None:
+    """Which it does not without the first of the settings."""
+    with hydra.initialize_config_dir(str(ROOT), version_base="1.3"):
+        fair, unfair = (plain(hydra.compose("compare", overrides=given)) for given in (overrides, overrides[1:]))
+    check(fair, [o for o in overrides if "compare." not in o])
+    with pytest.raises(UserError, match="lets each of its steps train on"):
+        check(unfair, [])
+
+
+def test_what_is_unequal_within_the_budget_is_told() -> None:
+    fewer = Compared("eagle", EAGLE.results, EAGLE.about | {"unequal": ["draft_vocab_size=64", "init_from=some"]})
+    assert notes([Compared("medusa", EAGLE.results, EAGLE.about | {"unequal": []}), fewer]) == [
+        "eagle: not on the same terms as the others, for it alone had draft_vocab_size=64, init_from=some."
+    ]

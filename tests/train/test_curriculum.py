@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from conf.compose import ROOT, composed
 from engine.stats import DecodingStats
 from models.errors import UserError
-from train.curriculum import make_curriculum
+from train.curriculum import check_reach, make_curriculum
+from train.search_space import read
+from train.settings import check
 
 
 def stats(*acceptance: float) -> DecodingStats:
@@ -71,6 +74,43 @@ def test_a_restored_curriculum_goes_on_as_the_one_that_was_saved() -> None:
         second.measured(found)
         assert first.num_steps(0, 0) == second.num_steps(0, 0)
     assert first.num_steps(0, 0) > 3
+
+
+@pytest.mark.parametrize(("num_steps", "first", "patience"), [(3, 1, 2), (4, 1, 1), (4, 2, 3), (2, 2, 2)])
+def test_a_training_has_the_measurements_that_its_curriculum_needs(num_steps: int, first: int, patience: int) -> None:
+    """Counted out with an acceptance that no more tokens raise; the one behind the last step changes nothing."""
+    settings = {"by": "acceptance", "first": first, "patience": patience}
+    curriculum, needed = make_curriculum(num_steps, 100, **settings), 0
+    while curriculum.num_steps(0, 0) < num_steps:
+        curriculum.measured(stats(0.5, 0.5, 0.5, 0.5))
+        needed += 1
+    check_reach(settings, num_steps, max_steps=10 * needed + 1, evaluate_every=10)
+    if needed:
+        enough = (
+            rf"by {needed} measurements.* {needed - 1} before .*evaluate_every=9 or.*max_steps={10 * needed + 1} or"
+        )
+        with pytest.raises(UserError, match=enough):
+            check_reach(settings, num_steps, max_steps=10 * needed, evaluate_every=10)
+    check_reach({"by": "steps"}, num_steps, max_steps=1, evaluate_every=10)
+
+
+def test_a_curriculum_that_cannot_end_is_refused_before_any_work() -> None:
+    """As by the budget of the bundled target, which measures three times before its last step."""
+    options = composed("train", ["+drafter=mtp", "drafter.training.curriculum.by=acceptance"])
+    with pytest.raises(UserError, match=r"from 1 to 3 tokens ahead by 6 .* are 3 before .*evaluate_every=99 or"):
+        check(options)
+    check({**options, "fit": {**options["fit"], "evaluate_every": 99}})
+
+
+@pytest.mark.parametrize("family", ["mtp", "mtp_parallel", "mtp_cascaded", "mtp_hierarchical"])
+def test_sweeps_over_curricula_measure_often_enough_for_each(family: str) -> None:
+    space = read(ROOT / "sweep" / f"{family}.yaml")
+    swept = {p.name: p.examples for p in space.parameters}
+    assert "acceptance" in swept["drafter.training.curriculum.by"]
+    options = composed("train", [*space.settings, "drafter.training.curriculum.by=acceptance"])
+    most = max([options["drafter"]["training"]["num_steps"], *swept.get("drafter.training.num_steps", ())])
+    options["drafter"]["training"]["num_steps"] = most
+    check(options)
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,25 @@ def test_rows_of_ones_own_are_scored_by_the_target(cached: bool, target: Target,
     assert (own.token_ids != batch.token_ids[:, : own.token_ids.shape[1]])[own.loss_mask].float().mean() > 0.5
 
 
+def test_rows_of_ones_own_do_not_thin_out_the_cross_entropy(target: Target, batch: Batch) -> None:
+    """With some rows the drafter's own: their laws and the others', and the labels of the others, each by its count."""
+    drafter = build_shaken(MODEL | {"num_layers": 1}, target, DraftVocab(20))
+    module = Distillation(drafter, target, **SETTINGS | {"on_policy_ratio": 0.5, "num_steps": 1})
+    for step in range(0, 30, 3):
+        mixture, labels = module._with_own_texts(module.with_states(batch), step)
+        mine = (labels == -1).all(-1)
+        theirs = mixture.loss_mask & ~mine[:, None]
+        if not mine.any() or not theirs[:, 2:].any() or theirs.sum() == mixture.loss_mask.sum():
+            continue
+        laws, said = ({"losses": {name: weight}, "num_steps": 1} for name, weight in SETTINGS["losses"].items())
+        soft = LawMatching(drafter, target, **LAWS | laws).training_losses(mixture, 0)
+        hard = LawMatching(drafter, target, **LAWS | said).training_losses(mixture._replace(loss_mask=theirs), 0)
+        found = module.training_losses(batch, step)
+        torch.testing.assert_close(found["loss"], soft["loss"] + hard["loss"], **EXACT)
+        return
+    raise AssertionError("no step had rows of both kinds")
+
+
 def test_a_share_of_the_rows_is_replaced_and_kept_up_to_the_next_time(target: Target, batch: Batch) -> None:
     drafter = build_shaken(MODEL | {"num_layers": 1}, target, DraftVocab(20))
     module = Distillation(drafter, target, **SETTINGS | {"on_policy_ratio": 0.3})

@@ -389,7 +389,9 @@ def test_windows_and_later_estimates_start_at_the_best_linear_maps_too(target: T
         {"token_ids": ids[:n].tolist(), "loss_mask": mask[:n].int().tolist()}
         for ids, mask, n in zip(batch.token_ids, batch.loss_mask, batch.lengths.tolist(), strict=True)
     ]
-    module_of(drafter, target).start(StepBatches(datasets.Dataset.from_list(rows), 1, 12, seed=0))
+    with pytest.raises(UserError, match="num_steps is 1, but 2 tokens ahead have weights of their own"):
+        module_of(drafter, target, num_steps=1)
+    module_of(drafter, target, num_steps=2).start(StepBatches(datasets.Dataset.from_list(rows), 1, 12, seed=0))
     hidden = target(batch.token_ids, capture_layers=(target.num_layers,)).hidden
     read, first, second = [], [], []
     for b, n in enumerate(batch.lengths.tolist()):

@@ -73,11 +73,13 @@ def target() -> Target:
 def losses_by_loop(module: LawMatching, target: Target, batch: Batch) -> dict[str, Tensor]:
     """Token by token: what step s says of x_{t+2+s} in row t, against the target's own logits before that token."""
     logits = target.model(input_ids=batch.token_ids).logits
-    drafter, divergence = module.drafter, Divergence(SETTINGS["losses"])
+    drafter = module.drafter
+    soft, hard = (Divergence({name: weight}) for name, weight in SETTINGS["losses"].items())
     kept = torch.arange(20) if drafter.vocab.token_ids is None else drafter.vocab.token_ids
     parts: dict[str, Tensor] = {"loss": torch.zeros((), dtype=logits.dtype)}
     for step, hidden in enumerate(drafter.unroll(module.features(batch)[0], module.num_steps)):
         total, alpha, agree, count = 0.0, 0.0, 0, 0
+        surprise, proposable = torch.zeros((), dtype=logits.dtype), 0
         for row in range(len(logits)):
             for t in range(logits.shape[1]):
                 about = t + 2 + step
@@ -88,14 +90,18 @@ def losses_by_loop(module: LawMatching, target: Target, batch: Batch) -> dict[st
                 count += 1
                 ours, theirs = drafter.logits(hidden[row, t]), logits[row, about - 1][kept]
                 said = int(batch.token_ids[row, about])
-                label = kept.tolist().index(said) if said in kept else -1
-                total = total + divergence(ours[None], theirs[None], torch.tensor([label]))[0]
+                total = total + soft(ours[None], theirs[None], torch.tensor([-1]))[0]
+                if said in kept:
+                    label = torch.tensor([kept.tolist().index(said)])
+                    surprise, proposable = surprise + hard(ours[None], theirs[None], label)[0], proposable + 1
                 alpha = alpha + torch.minimum(ours.softmax(-1), theirs.softmax(-1)).sum()
                 agree += int(ours.argmax()) == int(theirs.argmax())
         name = f"_{step}" if step else ""
-        parts |= {f"divergence{name}": total / count, f"acceptance{name}": alpha / count}
+        divergence = total / count + surprise / max(1, proposable)
+        assert (proposable < count) == drafter.vocab.reduced
+        parts |= {f"divergence{name}": divergence, f"acceptance{name}": alpha / count}
         parts[f"top1_agreement{name}"] = torch.tensor(agree / count)
-        parts["loss"] = parts["loss"] + 0.8**step * total / count
+        parts["loss"] = parts["loss"] + 0.8**step * divergence
     return parts
 
 

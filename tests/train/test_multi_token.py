@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conf.compose import composed
 from data.loader import Batch, StepBatches, step_loader
 from engine.loop import generate
 from engine.settings import DecodeSettings
@@ -344,10 +345,23 @@ def test_epochs_are_those_of_the_answers(target: Target) -> None:
 def test_senseless_settings_are_refused(target: Target) -> None:
     with pytest.raises(UserError, match="num_steps is 4, but"):
         module_of("parallel", target, num_steps=4)
+    for name, own in (("parallel", 3), ("cascaded", 3), ("blocks", 2)):
+        with pytest.raises(
+            UserError, match=rf"num_steps is 1, but {own} tokens ahead .* last {own - 1} would draft as"
+        ):
+            module_of(name, target, num_steps=1)
+    for name in ("sequential", "hierarchical"):  # one block, which drafts further by itself
+        assert module_of(name, target, num_steps=1).num_steps == 1
     with pytest.raises(UserError, match="least_squares or random"):
         module_of("sequential", target, start="zero")
     with pytest.raises(TypeError, match="pacience"):
         module_of("sequential", target, curriculum={"pacience": 2})
+
+
+@pytest.mark.parametrize("family", ["mtp_parallel", "mtp_cascaded"])
+def test_all_heads_are_trained_however_many_there_are(family: str) -> None:
+    options = composed("train", [f"+drafter={family}", "drafter.model.num_heads=2"])
+    assert options["drafter"]["training"]["num_steps"] == 2
 
 
 class Shifted(SequentialMTP):
