@@ -97,10 +97,23 @@ def small_drafter(recipe: Recipe, small_target: Target) -> Any:
 
 
 @pytest.fixture(scope="session")
+def all_trained() -> dict[str, Trained]:
+    """What was trained so far: pytest takes a drafter up again later, among the tests of another vocabulary."""
+    return {}
+
+
+@pytest.fixture(scope="session")
 def trained(
-    recipe: Recipe, target32: Target, text: Text, vocab: DraftVocab, tmp_path_factory: pytest.TempPathFactory
+    recipe: Recipe,
+    target32: Target,
+    text: Text,
+    vocab: DraftVocab,
+    all_trained: dict[str, Trained],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Trained:
     """The drafter after its own training on `text`."""
+    if (key := repr(recipe)) in all_trained:
+        return all_trained[key]
     if not recipe.training:
         pytest.skip("this drafter is not trained")
     adapted = backbone_of(recipe.training).adapt(target32, seed=0)
@@ -108,4 +121,5 @@ def trained(
     drafter = native.build(recipe.model, adapted, vocab)
     if not hasattr(drafter, "unroll") and not hasattr(drafter, "count"):
         pytest.skip("what this drafter learns proposes nothing")
-    return memorise(drafter, adapted, text, recipe.options, tmp_path_factory.mktemp("features"))
+    made = memorise(drafter, adapted, text, recipe.options, tmp_path_factory.mktemp("features"))
+    return all_trained.setdefault(key, made)
